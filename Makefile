@@ -1,0 +1,55 @@
+# Everything runs in .venv, made here on first use. Needs Python 3.10 to 3.13 and Linux.
+PYTHON ?= python3
+# The torch that is tested. Another build: make demo TORCH="torch==2.13.0 --index-url ..."
+TORCH  ?= torch==2.13.0
+RANKS  ?= 2
+OUT    ?= demo-out
+
+VENV := .venv
+BIN  := $(VENV)/bin
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check bench conformance docs clean
+
+help: ## list the targets
+	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+demo: $(VENV)/.demo ## train a small GPT with 2 ranks on this machine (about 90 s)
+	$(BIN)/gradsync demo --ranks $(RANKS) --out $(OUT)
+
+test: $(VENV)/.test check ## ruff, mypy and all tests
+	$(BIN)/pytest
+
+check: $(VENV)/.test ## ruff and mypy only
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.test ## the engine's own cost and speed, against torch's
+	$(BIN)/python -m bench
+
+conformance: $(VENV)/.test ## torch's own DistributedDataParallel tests against ours
+	$(BIN)/python tests/conformance/check.py
+
+docs: $(VENV)/.test ## run the code in README.md and docs/
+	$(BIN)/pytest tests/docs
+
+clean: ## remove what these targets made
+	rm -rf $(VENV) $(OUT)
+
+# The stamps depend on what decides the installation, so a second run installs nothing.
+$(VENV)/.torch:
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' || \
+	  { echo "gradsync needs Python 3.10 to 3.13; $(PYTHON) is $$($(PYTHON) --version). Try make PYTHON=python3.11" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet $(TORCH)
+	@touch $@
+
+$(VENV)/.demo: $(VENV)/.torch pyproject.toml
+	$(BIN)/pip install --quiet -e '.[cli]'
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.torch pyproject.toml
+	$(BIN)/pip install --quiet -e '.[cli,dev]'
+	@touch $@ $(VENV)/.demo

@@ -1,0 +1,65 @@
+"""The one door to torch's private names. Checked against torch 2.13; each says what it relies on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+from torch.autograd.graph import Node, get_gradient_edge
+
+NO_GRAPH_TASK = -1
+
+
+def current_graph_task() -> int:
+    """The id of the backward that runs in this thread; `NO_GRAPH_TASK` outside of any.
+
+    A nested backward (reentrant checkpointing) has an id of its own.
+    """
+    return torch._C._current_graph_task_id()
+
+
+def current_node() -> Node | None:
+    """The autograd node being evaluated in this thread, if any.
+
+    In an end-of-backward callback it is `None` for an outermost backward, and the node that
+    started the nested backward for a nested one (2.13: the engine leaves the node's guard before
+    it runs callbacks). That is how the end of a nested backward is told from the real end.
+    """
+    node: Node | None = torch._C._current_autograd_node()
+    return node
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Calls `callback` when the backward that runs in this thread ends (not if it raises)."""
+    Variable._execution_engine.queue_callback(callback)
+
+
+def will_accumulate(parameter: Tensor) -> bool:
+    """Whether the running backward will accumulate into `parameter.grad`.
+
+    False also inside `torch.autograd.grad`, which accumulates nowhere; there the engine refuses to
+    answer for a parameter that is asked for (2.13: RuntimeError).
+    """
+    try:
+        return bool(torch._C._will_engine_execute_node(get_gradient_edge(parameter).node))
+    except RuntimeError:
+        return False
+
+
+def other_hooks_follow(parameter: Tensor) -> bool:
+    """Whether somebody else has a post-accumulate-grad hook on `parameter` besides our one."""
+    hooks = parameter._post_accumulate_grad_hooks
+    return hooks is not None and len(hooks) > 1
+
+
+def composable_keys() -> tuple[str, str]:
+    """The names under which torch's composable APIs keep state and registry in a module.
+
+    Ours are kept in the same place, so that torch's `fully_shard` sees `replicate` and we see it.
+    The names are random for each process, hence the late import.
+    """
+    from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+
+    return STATE_KEY, REGISTRY_KEY

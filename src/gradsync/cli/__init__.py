@@ -1,0 +1,19 @@
+"""The `gradsync` command. The library itself never imports this package."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+
+NEEDED = ("typer", "rich", "matplotlib")
+
+
+def main() -> None:
+    """Entry point of `gradsync` and of `python -m gradsync.cli`."""
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        sys.exit(f"gradsync: the command line needs {', '.join(missing)}: pip install 'gradsync[cli]'")
+
+    from gradsync.cli.app import app
+
+    app()

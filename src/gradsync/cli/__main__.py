@@ -1,0 +1,3 @@
+from gradsync.cli import main
+
+main()

@@ -1,0 +1,33 @@
+"""The typer application: one command a file, collected here."""
+
+from __future__ import annotations
+
+import typer
+
+from gradsync._version import __version__
+from gradsync.cli.demo import demo
+
+app = typer.Typer(
+    name="gradsync",
+    help="Keeps the replicas of a PyTorch module in step.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,  # a bug should show Python's own traceback
+)
+app.command()(demo)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"gradsync {__version__}")
+        raise typer.Exit
+
+
+# The callback also keeps `demo` a subcommand while it is the only one.
+@app.callback()
+def options(
+    version: bool = typer.Option(
+        False, "--version", callback=_version, is_eager=True, help="Show the version."
+    ),
+) -> None:
+    """Keeps the replicas of a PyTorch module in step."""

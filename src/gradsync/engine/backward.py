@@ -1,0 +1,91 @@
+"""Where a backward begins and where it really ends.
+
+Autograd can call back at the end of a backward, but a callback queued inside a nested backward
+(reentrant checkpointing starts those) fires when the nested one ends. A round belongs to the
+outermost backward, so each backward that is met gets a callback, and only the outermost one's
+counts: it is the one during which no autograd node is being evaluated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from gradsync import _torch
+
+
+class Backward:
+    """Follows one outermost backward, and those nested in it, to its end."""
+
+    def __init__(self, at_end: Callable[[], None]) -> None:
+        self._at_end = at_end
+        self._met: dict[int, bool] = {}  # graph task -> has ended
+
+    def enter(self) -> bool:
+        """Notes the backward that runs now; False if it was met before."""
+        task = _torch.current_graph_task()
+        if task in self._met:
+            return False
+        self._met[task] = False
+        _torch.at_end_of_backward(lambda: self._ended(task))
+        return True
+
+    def forget(self) -> None:
+        """Ends following; callbacks that still come are ignored."""
+        self._met = {}
+
+    def _ended(self, task: int) -> None:
+        if task not in self._met:
+            return
+        self._met[task] = True
+        node = _torch.current_node()
+        if node is None:
+            self._at_end()
+        elif all(self._met.values()):
+            # A nested backward ended, and the one around it was not met yet. It is inside `node`
+            # now and evaluates the nodes that follow next: before them we can enter it.
+            _before_any_of({following for following, _ in node.next_functions if following}, self.enter)
+
+
+def accumulates(parameters: Sequence[Tensor]) -> bool:
+    """Whether the running backward, now at an output of the module, is one that accumulates gradients.
+
+    `torch.autograd.grad` and `backward(inputs=...)` pass the outputs too, perhaps on one rank
+    alone. If no parameter will be reached although the graph leads to one, it is such a call. If
+    the graph leads to none, the parameters are hidden behind reentrant checkpoints, or this rank's
+    branch uses none: then the other ranks count on us.
+    """
+    if any(_torch.will_accumulate(parameter) for parameter in parameters if parameter.requires_grad):
+        return True
+    return not _leads_to(_torch.current_node(), parameters)
+
+
+def _leads_to(node: Node | None, parameters: Sequence[Tensor]) -> bool:
+    """Whether the graph that begins at `node` reaches the accumulator of any of the parameters."""
+    wanted = {id(parameter) for parameter in parameters}
+    waiting, seen = [node], set()
+    while waiting:
+        current = waiting.pop()
+        if current is None or current in seen:
+            continue
+        seen.add(current)
+        if id(getattr(current, "variable", None)) in wanted:
+            return True
+        waiting.extend(following for following, _ in current.next_functions)
+    return False
+
+
+def _before_any_of(nodes: set[Node], act: Callable[[], object]) -> None:
+    """Calls `act` once, as soon as one of the nodes is about to be evaluated."""
+    handles: list[torch.utils.hooks.RemovableHandle] = []
+
+    def hook(*_: object) -> None:
+        if handles:
+            act()
+        while handles:
+            handles.pop().remove()
+
+    handles.extend(node.register_prehook(hook) for node in nodes)

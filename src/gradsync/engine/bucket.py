@@ -1,0 +1,73 @@
+"""A flat buffer in which gradients travel, a view of it for each parameter, and the tail.
+
+The tail is a few elements behind the gradients that are reduced along with them. What a rank
+writes there, summed over the ranks, answers for free what would otherwise need another collective:
+
+    usage[i]  1 if this rank has a gradient for the bucket's i-th parameter (it is dirty)
+    weight    1; every rank's buffer is scaled by its weight on the way, so the sum is the total weight
+    extra     only in the last bucket, see `reducer.py`: what concerns the whole round
+
+All slots are scaled along with the data. "Used by somebody" is therefore "greater than zero".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gradsync.engine.plan import BucketPlan, Spec
+from gradsync.transport.base import Transport
+
+
+class Bucket:
+    """The memory of one planned bucket. It knows nothing of rounds."""
+
+    def __init__(self, plan: BucketPlan, specs: Sequence[Spec], transport: Transport, extra: int = 0) -> None:
+        slots = len(plan.places) + 1 + extra
+        self.plan = plan
+        self.buffer = transport.allocate(plan.numel + slots, plan.dtype, plan.device)
+        self.data = self.buffer[: plan.numel]
+        self.tail = self.buffer[plan.numel :]
+        self.views = [
+            self.data.as_strided(
+                specs[p.index].shape, specs[p.index].stride, self.data.storage_offset() + p.offset
+            )
+            for p in plan.places
+        ]
+        self._extra = extra
+
+    def write_tail(self, used: Sequence[bool], extra: Sequence[bool] = ()) -> None:
+        """Fills the tail with what this rank has to say."""
+        if all(used) and all(extra):
+            self.tail.fill_(1)
+        else:
+            self.tail.copy_(torch.tensor([*used, True, *extra], dtype=torch.float32))
+
+    def read_usage(self) -> list[bool]:
+        """For each place, whether any rank had a gradient for it."""
+        return [value != 0 for value in self._slots(0, len(self.plan.places))]
+
+    def read_weight(self) -> float:
+        """The sum of all ranks' scales."""
+        at = len(self.plan.places)
+        return self._slots(at, at + 1)[0]
+
+    def read_extra(self) -> list[bool]:
+        """For each extra slot, whether any rank set it."""
+        return [value != 0 for value in self._slots(len(self.plan.places) + 1, len(self.tail))]
+
+    def _slots(self, start: int, end: int) -> list[float]:
+        slots = self.tail[start:end]
+        return (slots.real if slots.is_complex() else slots).tolist()
+
+
+def fill(views: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    """Copies gradients into their places: one multi-tensor call for all that are alike."""
+    if not views:
+        return
+    dense = [
+        gradient.to_dense() if gradient.layout is not torch.strided else gradient for gradient in gradients
+    ]
+    torch._foreach_copy_(list(views), dense)

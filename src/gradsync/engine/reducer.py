@@ -1,0 +1,363 @@
+"""A round: arrivals -> ready buckets -> transport -> delivered gradients.
+
+One outermost backward with synchronisation on is one round:
+
+1. It opens when backward passes an output of the module, or with the first arrival.
+2. In the very first round nothing is known: everything is launched at the end, and rank 0's order
+   of arrival becomes the plan of all ranks. Later a bucket is launched as soon as each of its
+   parameters arrived as often as it ever did, strictly in the order of the plan: so all ranks
+   launch the same collectives in the same order without a word about it.
+3. It closes when the outermost backward ends: the remaining buckets are launched, the last bucket
+   always here, then each is awaited and its gradients are delivered.
+
+A gradient may still arrive after its bucket has left, when reentrant checkpointing brings a
+parameter more often than ever before. `.grad` is None while a bucket is under way, so such a late
+gradient lands in a tensor of its own; the last bucket's tail tells all ranks that some rank has
+one, and a second pass carries what was late. Right without a flag, at no cost when it does not
+happen.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+import torch
+from torch import Tensor
+
+from gradsync import _torch
+from gradsync.engine.arrivals import Arrivals
+from gradsync.engine.backward import Backward, accumulates
+from gradsync.engine.bucket import Bucket, fill
+from gradsync.engine.plan import Plan, Spec, make_plan
+from gradsync.errors import UnfinishedRoundError
+from gradsync.events import BucketLaunched, Recorder, RoundClosed
+from gradsync.options import Options
+from gradsync.transport.base import Transport, Work
+
+
+class Phase(Enum):
+    IDLE = auto()  # between rounds
+    OPEN = auto()  # backward runs
+    CLOSING = auto()  # backward ended, gradients are being delivered
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """A launched bucket. Keeps its memory alive until the work is done."""
+
+    bucket: Bucket
+    work: Work
+    used: list[bool]  # by this rank
+    held: list[Tensor | None]  # what `.grad` was, where it may be needed again
+
+
+@dataclass
+class Round:
+    """What is known of the round under way."""
+
+    number: int
+    opened_at: float
+    missing: list[int]  # for each bucket, how many parameters have yet to arrive
+    launched: list[InFlight] = field(default_factory=list)  # a prefix of the plan
+    late: set[int] = field(default_factory=set)
+    overlapped: int = 0
+
+
+class Reducer:
+    """Runs the rounds of one list of managed parameters."""
+
+    def __init__(
+        self, parameters: Sequence[Tensor], specs: Sequence[Spec], transport: Transport, options: Options
+    ) -> None:
+        self.phase = Phase.IDLE
+        self.plan: Plan | None = None
+        self.rounds = 0
+        self.weight = 1.0
+        """This rank's share in the mean, for the next round only."""
+        self.recorder: Recorder | None = None
+        self.at_close: Callable[[], None] | None = None
+        """Called at the end of each round, on all ranks alike: it may communicate."""
+        self._parameters = list(parameters)
+        self._specs = list(specs)
+        self._transport = transport
+        self._options = options
+        self._arrivals = Arrivals(self._parameters)
+        self._backward = Backward(at_end=self._close)
+        self._expected = [0] * len(self._parameters)
+        self._buckets: list[Bucket] = []
+        self._bucket_of = [-1] * len(self._parameters)
+        self._weight_unit = 1.0
+        self._round: Round | None = None
+        self.synchronise(True)
+
+    # --- what the engine calls -----------------------------------------------------------------
+
+    def synchronise(self, flag: bool) -> None:
+        """Whether a backward that begins from now on is a round, or only accumulates."""
+        self._arrivals.listener = self._arrived if flag else None
+
+    @property
+    def synchronising(self) -> bool:
+        return self._arrivals.listener is not None
+
+    @property
+    def dirty(self) -> set[int]:
+        """Parameters with gradients that were never synchronised."""
+        return self._arrivals.dirty
+
+    def output_reached(self) -> None:
+        """Backward came to an output of the module: the first sign of a round."""
+        if self.synchronising and (self._round is not None or accumulates(self._parameters)):
+            self._enter()
+
+    def abandon(self) -> None:
+        """Forgets a round whose backward raised. Called when a new forward shows that it is over."""
+        if self._round is None:
+            return
+        for flight in self._round.launched:
+            flight.work.wait()
+        self._forget_round()
+
+    def disarm(self) -> None:
+        """Takes the hooks off the parameters."""
+        self._arrivals.disarm()
+
+    # --- opening -------------------------------------------------------------------------------
+
+    def _arrived(self, index: int) -> None:
+        opened = self._enter()
+        number = self._bucket_of[index]
+        if number < 0:  # no plan yet, or a sparse gradient, which travels at the end
+            return
+        if number < len(opened.launched):
+            opened.late.add(index)
+            return
+        if self._arrivals.counts[index] == self._expected[index]:
+            opened.missing[number] -= 1
+        if opened.missing[len(opened.launched)] == 0:
+            self._launch_ready(opened, index)
+
+    def _enter(self) -> Round:
+        """Opens a round, or notes that one more backward, a nested one or its parent, takes part."""
+        self._backward.enter()
+        if self._round is None:
+            self._round = Round(self.rounds, time.perf_counter(), self._count_missing())
+            self.phase = Phase.OPEN
+        return self._round
+
+    def _count_missing(self) -> list[int]:
+        return [sum(self._expected[p.index] > 0 for p in b.plan.places) for b in self._buckets]
+
+    # --- during backward -----------------------------------------------------------------------
+
+    def _launch_ready(self, opened: Round, arrived: int) -> None:
+        last = len(self._buckets) - 1
+        while len(opened.launched) < last and opened.missing[len(opened.launched)] == 0:
+            following = len(opened.launched)
+            # A user's hook that runs after ours on this parameter wants to see its `.grad`;
+            # launching takes it away, so wait for the next arrival.
+            if self._bucket_of[arrived] == following and _torch.other_hooks_follow(self._parameters[arrived]):
+                return
+            self._launch(opened, following)
+            opened.overlapped += 1
+
+    def _launch(self, opened: Round, number: int, extra: Sequence[bool] = ()) -> None:
+        bucket = self._buckets[number]
+        dirty, summing = self._arrivals.dirty, self._options.reduce == "sum"
+        views, gradients, empty, shared = [], [], [], []
+        used: list[bool] = []
+        held: list[Tensor | None] = []
+        for place, view in zip(bucket.plan.places, bucket.views, strict=True):
+            parameter = self._parameters[place.index]
+            gradient = parameter.grad
+            is_used = gradient is not None and place.index in dirty
+            used.append(is_used)
+            # A gradient that the view replaces is let go at once: memory for one set is enough.
+            held.append(None if is_used and self._options.gradient_as_bucket_view else gradient)
+            if gradient is None:
+                empty.append(view)
+            elif gradient is not view:
+                views.append(view)
+                gradients.append(gradient)
+            if summing and gradient is not None and not is_used:
+                shared.append(view)
+            parameter.grad = None
+        fill(views, gradients)
+        if empty:
+            torch._foreach_zero_(empty)
+        if shared:  # an earlier round's sum, the same everywhere: each rank brings its share of it
+            torch._foreach_div_(shared, self._transport.size)
+        bucket.write_tail(used, extra)
+        work = self._transport.reduce(bucket.buffer, self._scale())
+        opened.launched.append(InFlight(bucket, work, used, held))
+        if self.recorder is not None:
+            overlapped = self.phase is Phase.OPEN
+            launched = BucketLaunched(
+                opened.number, number, bucket.plan.nbytes, time.perf_counter(), overlapped
+            )
+            self.recorder(launched)
+
+    def _scale(self) -> float:
+        if self._options.reduce == "sum":
+            return 1.0
+        return self.weight / (self._weight_unit * self._transport.size)
+
+    # --- the end of backward -------------------------------------------------------------------
+
+    def _close(self) -> None:
+        opened = self._round
+        assert opened is not None
+        self.phase = Phase.CLOSING
+        ended_at = time.perf_counter()
+        try:
+            if self.plan is None:
+                self._make_plan()
+            late = {index: self._take_gradient(index) for index in sorted(opened.late)}
+            waited = self._reduce_rest(opened, late=bool(late))
+            corrected = self._finish(opened, late)
+            if self.at_close is not None:
+                self.at_close()
+        finally:
+            self._forget_round()
+        self.rounds += 1
+        if self.recorder is not None:
+            nbytes = sum(flight.bucket.plan.nbytes for flight in opened.launched)
+            self.recorder(
+                RoundClosed(
+                    opened.number,
+                    opened.opened_at,
+                    ended_at,
+                    time.perf_counter(),
+                    waited,
+                    nbytes,
+                    len(opened.launched),
+                    opened.overlapped,
+                    corrected,
+                )
+            )
+
+    def _make_plan(self) -> None:
+        """Agrees on rank 0's order of arrival, and lays out the buckets by it."""
+        order = self._arrivals.order
+        count = len(self._parameters)
+        message = torch.tensor(
+            [len(order), *order] + [0] * (count - len(order)), device=self._specs[0].device
+        )
+        self._transport.broadcast([message], source=0)
+        length, *order = message.tolist()
+        self.plan = make_plan(self._specs, order[:length], self._options.bucket_caps)
+        last = len(self.plan.buckets) - 1
+        for number, planned in enumerate(self.plan.buckets):
+            extra = 1 + len(self.plan.sparse) if number == last else 0
+            self._buckets.append(Bucket(planned, self._specs, self._transport, extra))
+            for place in planned.places:
+                self._bucket_of[place.index] = number
+
+    def _take_gradient(self, index: int) -> Tensor:
+        parameter = self._parameters[index]
+        gradient = parameter.grad
+        if gradient is None:
+            raise UnfinishedRoundError(
+                f"rank {self._transport.rank}: the gradient of '{self._specs[index].name}' was removed "
+                "during backward. Call zero_grad() before or after backward, not inside a hook."
+            )
+        parameter.grad = None
+        return gradient
+
+    def _reduce_rest(self, opened: Round, late: bool) -> float:
+        """Launches what is left, then waits for and delivers each bucket; returns the time waited."""
+        assert self.plan is not None
+        last = len(self._buckets) - 1
+        for number in range(len(opened.launched), last):
+            self._launch(opened, number)
+        sparse_used = [index in self._arrivals.dirty for index in self.plan.sparse]
+        self._launch(opened, last, extra=[late, *sparse_used])
+        waited = 0.0
+        for flight in opened.launched:
+            began = time.perf_counter()
+            flight.work.wait()
+            waited += time.perf_counter() - began
+            self._deliver(flight)
+        return waited
+
+    def _deliver(self, flight: InFlight) -> None:
+        bucket, keep = flight.bucket, not self._options.gradient_as_bucket_view
+        self._divide(bucket)
+        used = flight.used if all(flight.used) else bucket.read_usage()
+        targets, sources = [], []
+        rows = zip(bucket.plan.places, bucket.views, flight.held, used, strict=True)
+        for place, view, held, is_used in rows:
+            if not is_used:
+                gradient = held  # nobody used it: as it was, and None stays None
+            elif keep:
+                gradient = torch.empty_like(view) if held is None or held is view else held
+                targets.append(gradient)
+                sources.append(view)
+            else:
+                gradient = view
+            self._parameters[place.index].grad = gradient
+        fill(targets, sources)
+
+    def _divide(self, bucket: Bucket) -> None:
+        """Makes the weighted sum a mean. With equal weights the sum of scales is 1 already."""
+        if self._options.reduce == "sum":
+            return
+        weight = bucket.read_weight()
+        tolerance = self._transport.size * torch.finfo(bucket.plan.dtype).eps
+        if abs(weight - 1) > tolerance:
+            bucket.data.div_(weight) if weight > 0 else bucket.data.zero_()
+
+    def _finish(self, opened: Round, late: dict[int, Tensor]) -> bool:
+        """Sparse gradients, and the second pass if any rank asked for one."""
+        assert self.plan is not None
+        last = opened.launched[-1].bucket
+        any_late, *sparse_used = last.read_extra()
+        weight = last.read_weight() if self._options.reduce == "mean" else 1.0
+        for index, used in zip(self.plan.sparse, sparse_used, strict=True):
+            if used:
+                self._reduce_sparse(index, weight)
+        if any_late:
+            self._second_pass(late)
+        if weight > 0:  # the next round's weights are measured in units of this one's mean
+            self._weight_unit *= weight
+        for index, count in enumerate(self._arrivals.counts):
+            self._expected[index] = max(self._expected[index], count)
+        return any_late
+
+    def _reduce_sparse(self, index: int, weight: float) -> None:
+        parameter = self._parameters[index]
+        gradient = parameter.grad
+        if gradient is None:
+            gradient = torch.zeros_like(parameter).to_sparse(1)
+        elif gradient.layout is not torch.sparse_coo:
+            gradient = gradient.to_sparse(1)
+        parameter.grad = self._transport.reduce_sparse(gradient, self._scale() / weight).result()
+
+    def _second_pass(self, late: dict[int, Tensor]) -> None:
+        """Carries gradients that arrived after their bucket had left, and adds them to the result."""
+        assert self.plan is not None
+        for planned in self.plan.buckets:
+            bucket = Bucket(planned, self._specs, self._transport)
+            used = [place.index in late for place in planned.places]
+            rows = zip(planned.places, bucket.views, used, strict=True)
+            views = [view for _, view, is_used in rows if is_used]
+            fill(views, [late[place.index] for place in planned.places if place.index in late])
+            bucket.write_tail(used)
+            self._transport.reduce(bucket.buffer, self._scale()).wait()
+            self._divide(bucket)
+            for place, view, is_used in zip(planned.places, bucket.views, bucket.read_usage(), strict=True):
+                parameter = self._parameters[place.index]
+                if is_used and parameter.grad is not None:
+                    parameter.grad.add_(view)
+                elif is_used:
+                    parameter.grad = view.clone()
+
+    def _forget_round(self) -> None:
+        self._arrivals.clear()
+        self._backward.forget()
+        self._round = None
+        self.weight = 1.0
+        self.phase = Phase.IDLE

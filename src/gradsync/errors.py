@@ -1,0 +1,47 @@
+"""The exception family. Every message says which rank, which parameter or step, and the cure.
+
+Where torch raises `RuntimeError`, `ValueError` or `AssertionError` for the same mistake, the class
+derives from that too, so that handlers written for torch's own front still catch ours.
+"""
+
+from __future__ import annotations
+
+
+class GradsyncError(Exception):
+    """Anything that gradsync itself raises."""
+
+
+class NoProcessGroupError(GradsyncError, RuntimeError, ValueError):
+    """There is no process group to synchronise over, and the environment describes none."""
+
+
+class InvalidOptionError(GradsyncError, ValueError):
+    """An option has a value, or is combined with another, in a way that makes no sense."""
+
+
+class UnsuitableModuleError(GradsyncError, RuntimeError, ValueError):
+    """The module can't be replicated as it is."""
+
+
+class AlreadyReplicatedError(GradsyncError, AssertionError, RuntimeError):
+    """`replicate` was called on a module that is replicated already."""
+
+
+class ModelMismatchError(GradsyncError, RuntimeError):
+    """The ranks hold different models: other parameters, shapes, dtypes or strides."""
+
+
+class ReplicaDivergedError(GradsyncError, RuntimeError):
+    """The replicas' values differ although they should be identical."""
+
+
+class UnfinishedRoundError(GradsyncError, RuntimeError):
+    """A round was left open: its backward raised, or did not reach what it had to reach."""
+
+
+class UnsynchronisedStepError(GradsyncError, RuntimeError):
+    """`optimizer.step()` was called on gradients that were never synchronised."""
+
+
+class RosterChangedError(GradsyncError, RuntimeError):
+    """Parameters were added, removed, frozen or converted in a way that differs between ranks."""

@@ -1,0 +1,40 @@
+"""What the engine reports. Statistics and timeline read these records; nothing here acts.
+
+A recorder is any callable that takes an event. The engine holds at most one, and without one
+reporting costs a single `is None`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class BucketLaunched:
+    """A bucket was handed to the transport."""
+
+    round: int
+    bucket: int
+    nbytes: int
+    at: float
+    overlapped: bool  # launched while backward was still producing gradients
+
+
+@dataclass(frozen=True, slots=True)
+class RoundClosed:
+    """A round ended: every gradient is delivered. Times are `time.perf_counter` seconds."""
+
+    round: int
+    opened_at: float
+    backward_ended_at: float
+    closed_at: float
+    waited: float  # seconds in which this rank did nothing but wait for its peers
+    nbytes: int
+    buckets: int
+    overlapped_buckets: int
+    corrected: bool  # a gradient arrived after its bucket had left, and a second pass carried it
+
+
+Event = BucketLaunched | RoundClosed
+Recorder = Callable[[Event], None]

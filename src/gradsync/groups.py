@@ -1,0 +1,43 @@
+"""Which process group the fronts use. Below them nobody reads the default group."""
+
+from __future__ import annotations
+
+import os
+
+import torch.distributed as dist
+
+from gradsync.errors import NoProcessGroupError
+
+# What `init_process_group` needs of the environment; torchrun sets all of them.
+ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def resolve_group(group: dist.ProcessGroup | None, device_type: str) -> dist.ProcessGroup:
+    """The given group, else the default one, made from the environment if there is none yet."""
+    if group is not None:
+        if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
+            raise NoProcessGroupError(
+                f"this process is not a member of the process group it was given ({group!r}). Every rank that "
+                "replicates a module must belong to the group: pass the one that dist.new_group() returned here."
+            )
+        return group
+    if not dist.is_available():
+        raise NoProcessGroupError("this build of torch has no torch.distributed; install one that has.")
+    if not dist.is_initialized():
+        missing = [name for name in ENVIRONMENT if name not in os.environ]
+        if missing:
+            raise NoProcessGroupError(
+                "Default process group has not been initialized, and the environment describes none "
+                f"({', '.join(missing)} not set). Start the script with `torchrun --nproc-per-node=N script.py`, "
+                "or call torch.distributed.init_process_group(...) first."
+            )
+        # gloo always, for the small things on the CPU; the device's own backend for its tensors.
+        backend = "gloo" if device_type == "cpu" else f"cpu:gloo,{device_type}:{_backend_for(device_type)}"
+        dist.init_process_group(backend)
+    default = dist.group.WORLD
+    assert default is not None
+    return default
+
+
+def _backend_for(device_type: str) -> str:
+    return dist.get_default_backend_for_device(device_type)

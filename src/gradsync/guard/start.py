@@ -1,0 +1,91 @@
+"""Before the first step: is this a module that can be replicated, and is it the same on all ranks?"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+
+from gradsync.errors import ModelMismatchError, UnsuitableModuleError
+from gradsync.transport.base import Transport
+
+_SHOWN = 5  # differences listed in an error
+
+
+def check_module(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Refuses what can't be kept in step, before anything is communicated or changed."""
+    for name, parameter in parameters.items():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise UnsuitableModuleError(
+                "Modules with uninitialized parameters can't be used with `DistributedDataParallel` or "
+                f"`replicate`, and '{name}' is one. Run a dummy forward pass to correctly initialize the modules."
+            )
+    types = {parameter.device.type: name for name, parameter in parameters.items()}
+    if "meta" in types:
+        raise UnsuitableModuleError(
+            f"parameter '{types['meta']}' is on the meta device and has no values. Materialise the module "
+            "first: module.to_empty(device=...), then initialise or load its parameters."
+        )
+    if len(types) > 1:
+        where = ", ".join(f"'{name}' on {kind}" for kind, name in sorted(types.items()))
+        raise UnsuitableModuleError(
+            "DistributedDataParallel's input module must be on the same type of devices, but input module "
+            f"parameters locate in {set(types)}: {where}. Move the module to one with module.to(...)."
+        )
+
+
+def check_same_model(
+    parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor], transport: Transport
+) -> None:
+    """Compares names, shapes, dtypes, strides and `requires_grad` over all ranks.
+
+    One small exchange of digests; only if they differ are the descriptions themselves exchanged,
+    so that every rank can raise the same error.
+    """
+    mine = _describe(parameters, buffers)
+    digest = int.from_bytes(hashlib.sha256("\n".join(mine).encode()).digest()[:7], "big")
+    digests = [row[0] for row in transport.gather([digest])]
+    if len(set(digests)) == 1:
+        return
+    described = transport.gather_text("\n".join(mine))
+    raise ModelMismatchError(_differences([text.split("\n") for text in described], transport.rank))
+
+
+def _describe(parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor]) -> list[str]:
+    rows = []
+    for name, parameter in parameters.items():
+        kind = "parameter" if parameter.requires_grad else "frozen parameter"
+        shape = list(parameter.shape)
+        rows.append(f"{name}: {kind} {shape} {parameter.dtype} strides {list(parameter.stride())}")
+    for name, buffer in buffers.items():
+        rows.append(f"{name}: buffer {list(buffer.shape)} {buffer.dtype}")
+    return rows
+
+
+def _differences(described: list[list[str]], rank: int) -> str:
+    lines = []
+    for other, rows in enumerate(described[1:], start=1):
+        if rows != described[0]:
+            lines += _differences_of(described[0], rows, other)
+    more = len(lines) - _SHOWN
+    text = "\n".join(f"  {line}" for line in lines[:_SHOWN]) + (f"\n  and {more} more" if more > 0 else "")
+    return (
+        f"rank {rank}: the ranks hold different models, so their gradients can't be averaged. DDP expects same "
+        f"model across all ranks. Differences from rank 0:\n{text}\n"
+        "Build the module from the same configuration on every rank."
+    )
+
+
+def _differences_of(first: list[str], rows: list[str], other: int) -> list[str]:
+    ours = dict(row.split(": ", 1) for row in first if row)
+    theirs = dict(row.split(": ", 1) for row in rows if row)
+    found = []
+    for name in [*ours, *(name for name in theirs if name not in ours)]:
+        if name not in theirs:
+            found.append(f"'{name}' is missing on rank {other} (rank 0: {ours[name]})")
+        elif name not in ours:
+            found.append(f"'{name}' exists on rank {other} only ({theirs[name]})")
+        elif ours[name] != theirs[name]:
+            found.append(f"'{name}' is {theirs[name]} on rank {other}, {ours[name]} on rank 0")
+    return found or [f"rank {other} registers the same parameters in another order"]

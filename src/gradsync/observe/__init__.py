@@ -1,0 +1,1 @@
+"""Passive records of what the engine did."""

@@ -1,0 +1,32 @@
+"""Totals over all rounds of one replicated module."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gradsync.events import Event, RoundClosed
+
+
+@dataclass
+class Statistics:
+    """What the rounds so far have cost. Kept up to date by the engine; read it at any time."""
+
+    rounds: int = 0
+    waited_seconds: float = 0.0
+    """Seconds this rank stood still at the end of a backward, waiting for its peers."""
+    bytes_reduced: int = 0
+    buckets: int = 0
+    """Buckets of the latest round."""
+    overlapped_buckets: int = 0
+    """Those of them that travelled while backward was still computing."""
+    corrected_rounds: int = 0
+    """Rounds that needed a second pass for gradients that came after their bucket had left."""
+
+    def record(self, event: Event) -> None:
+        if isinstance(event, RoundClosed):
+            self.rounds += 1
+            self.waited_seconds += event.waited
+            self.bytes_reduced += event.nbytes
+            self.buckets = event.buckets
+            self.overlapped_buckets = event.overlapped_buckets
+            self.corrected_rounds += event.corrected

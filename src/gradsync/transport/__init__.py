@@ -1,0 +1,1 @@
+"""How a bucket travels between ranks."""

@@ -1,0 +1,56 @@
+"""What the engine asks of a transport. A transport knows ranks and memory, not models or rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Work(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> None:
+        """Returns when the result may be used (on a GPU: by work queued after this call)."""
+
+
+class SparseWork(Protocol):
+    """A sparse reduction under way, whose result is a tensor of its own."""
+
+    def result(self) -> Tensor:
+        """Waits, then gives the reduced gradient."""
+
+
+class Transport(Protocol):
+    """Carries buckets between the ranks of one group.
+
+    Every method that communicates is called by all ranks in the same order.
+    """
+
+    name: str
+    rank: int
+    size: int
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for a bucket, of zeros, from which this transport reduces best."""
+
+    def reduce(self, buffer: Tensor, scale: float) -> Work:
+        """Starts replacing `buffer` on every rank by the sum over the ranks of `scale * buffer`.
+
+        Ranks may pass different scales. The result is bitwise the same on all ranks. The buffer
+        must stay untouched until `wait` returned.
+        """
+
+    def reduce_sparse(self, gradient: Tensor, scale: float) -> SparseWork:
+        """Starts summing `scale * gradient`, a sparse COO tensor, over the ranks."""
+
+    def broadcast(self, tensors: Sequence[Tensor], source: int) -> None:
+        """Overwrites the tensors, of any dtypes, with those of rank `source`."""
+
+    def gather(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Every rank's numbers; all ranks give equally many, each fitting 64 bits."""
+
+    def gather_text(self, text: str) -> list[str]:
+        """Every rank's text, of any length."""

@@ -1,0 +1,171 @@
+"""Buckets over any c10d process group: gloo, NCCL, MPI, or one written in Python."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gradsync.transport.base import SparseWork, Work
+
+# Tensors are broadcast in blocks of about this size: few collectives, little extra memory.
+BROADCAST_BYTES = 32 * 1024 * 1024
+
+
+class ProcessGroupTransport:
+    """The transport for everything: it asks of the group only all-reduce, broadcast and all-gather."""
+
+    name = "process_group"
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.zeros(numel, dtype=dtype, device=device)
+
+    def reduce(self, buffer: Tensor, scale: float) -> Work:
+        # Scaled before the sum, not after: a sum of float16 gradients overflows easily.
+        if scale != 1:
+            buffer.mul_(scale)
+        if self.size == 1:
+            return _Done()
+        # On a GPU the scaling above and the collective are ordered by the current stream.
+        return _InFlight(dist.all_reduce(buffer, group=self.group, async_op=True), buffer)
+
+    def reduce_sparse(self, gradient: Tensor, scale: float) -> SparseWork:
+        gradient = (gradient * scale).coalesce()
+        if self.size == 1:
+            return _SparseDone(gradient)
+        counts = [row[0] for row in self.gather([gradient._nnz()])]
+        return _gather_sparse(gradient, counts, self.group)
+
+    def broadcast(self, tensors: Sequence[Tensor], source: int) -> None:
+        if self.size == 1:
+            return
+        root = dist.get_global_rank(self.group, source)
+        for block in _blocks(tensors):
+            flat = torch.cat([_bytes(tensor) for tensor in block])
+            dist.broadcast(flat, root, group=self.group)
+            if self.rank != source:
+                _unpack(flat, block)
+
+    def gather(self, numbers: Sequence[int]) -> list[list[int]]:
+        if self.size == 1:
+            return [list(numbers)]
+        mine = torch.tensor(numbers, dtype=torch.int64, device=self._device())
+        of_all = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(of_all, mine, group=self.group)
+        return [row.tolist() for row in of_all]
+
+    def gather_text(self, text: str) -> list[str]:
+        if self.size == 1:
+            return [text]
+        texts = [""] * self.size
+        dist.all_gather_object(texts, text, group=self.group)
+        return texts
+
+    def _device(self) -> torch.device:
+        """Where the group wants small tensors: NCCL only knows GPUs, gloo prefers the CPU."""
+        devices = {device.type for device in self.group._device_types}
+        return torch.device("cpu") if "cpu" in devices or not devices else torch.device(sorted(devices)[0])
+
+
+@dataclass(frozen=True)
+class _InFlight:
+    """An all-reduce under way. Keeps its buffer alive: the backend holds only a pointer."""
+
+    work: dist.Work
+    buffer: Tensor
+
+    def wait(self) -> None:
+        self.work.wait()
+
+
+class _Done:
+    def wait(self) -> None:
+        return
+
+
+@dataclass(frozen=True)
+class _SparseDone:
+    gradient: Tensor
+
+    def result(self) -> Tensor:
+        return self.gradient
+
+
+@dataclass(frozen=True)
+class _SparseInFlight:
+    """Indices and values of all ranks on their way; `counts` says how many are real, not padding."""
+
+    works: tuple[dist.Work, dist.Work]
+    indices: list[Tensor]
+    values: list[Tensor]
+    counts: list[int]
+    shape: torch.Size
+
+    def result(self) -> Tensor:
+        for work in self.works:
+            work.wait()
+        # In rank order on every rank, so that the sums are bitwise the same everywhere.
+        indices = torch.cat([i[:, :n] for i, n in zip(self.indices, self.counts, strict=True)], dim=1)
+        values = torch.cat([v[:n] for v, n in zip(self.values, self.counts, strict=True)])
+        return torch.sparse_coo_tensor(indices, values, self.shape).coalesce()
+
+
+def _gather_sparse(gradient: Tensor, counts: list[int], group: dist.ProcessGroup) -> SparseWork:
+    """By gathering, as no backend but gloo sums sparse tensors; ranks pad to the longest."""
+    longest = max(counts)
+    indices, values = gradient.indices(), gradient.values()
+    mine_i = indices.new_zeros(indices.shape[0], longest)
+    mine_i[:, : indices.shape[1]] = indices
+    mine_v = values.new_zeros(longest, *values.shape[1:])
+    mine_v[: values.shape[0]] = values
+    all_i = [torch.empty_like(mine_i) for _ in counts]
+    all_v = [torch.empty_like(mine_v) for _ in counts]
+    works = (
+        dist.all_gather(all_i, mine_i, group=group, async_op=True),
+        dist.all_gather(all_v, mine_v, group=group, async_op=True),
+    )
+    return _SparseInFlight(works, all_i, all_v, counts, gradient.shape)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _blocks(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Groups of tensors of one device and of about `BROADCAST_BYTES`; empty tensors are left out."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            by_device.setdefault(tensor.device, []).append(tensor)
+    for group in by_device.values():
+        block: list[Tensor] = []
+        size = 0
+        for tensor in group:
+            block.append(tensor)
+            size += tensor.nbytes
+            if size >= BROADCAST_BYTES:
+                yield block
+                block, size = [], 0
+        if block:
+            yield block
+
+
+def _unpack(flat: Tensor, tensors: Sequence[Tensor]) -> None:
+    offset = 0
+    for tensor in tensors:
+        piece = flat[offset : offset + tensor.nbytes]
+        offset += tensor.nbytes
+        # A view of bytes as wider elements must begin at a multiple of their size.
+        if piece.storage_offset() % tensor.element_size():
+            piece = piece.clone()
+        # Through `.data`, which has a version counter of its own: a graph that saved the tensor for
+        # backward (batch normalisation does) does not take the overwriting for a mistake.
+        tensor.data.copy_(piece.view(tensor.dtype).view(tensor.shape))

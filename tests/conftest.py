@@ -1,0 +1,50 @@
+"""Fixtures for all tests: real ranks, a limit on time, nothing left behind."""
+
+import faulthandler
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.leaks import belongings, find_leaks
+from tests.support.ranks import Ranks, run_ranks
+
+TEST_LIMIT = 120.0
+_uncaptured_stderr = pytest.StashKey[int]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep a way to the terminal: where pytest captures stderr, a dump that ends the process would be lost."""
+    capture = config.pluginmanager.getplugin("capturemanager")
+    assert capture is not None
+    with capture.global_and_fixture_disabled():
+        config.stash[_uncaptured_stderr] = os.dup(2)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Close what `pytest_configure` opened."""
+    os.close(config.stash[_uncaptured_stderr])
+
+
+@pytest.fixture
+def ranks() -> Ranks:
+    """Runs a function on real ranks: `results = ranks(body, 2, *args)`."""
+    return run_ranks
+
+
+@pytest.fixture(autouse=True)
+def _time_limit(pytestconfig: pytest.Config) -> Iterator[None]:
+    """End the session with all stacks if a test hangs in this process. Runs on ranks have a limit of their own."""
+    faulthandler.dump_traceback_later(TEST_LIMIT, exit=True, file=pytestconfig.stash[_uncaptured_stderr])
+    yield
+    faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_behind() -> Iterator[None]:
+    """Fail the test that leaks, not the one that stumbles over it later."""
+    before = belongings(run_ranks)
+    yield
+    leaks = find_leaks(before, run_ranks)
+    if leaks:
+        pytest.fail("this test left behind:\n  " + "\n  ".join(leaks), pytrace=False)

@@ -1,0 +1,19 @@
+"""The bench that runs a test's body on real ranks.
+
+    pytest ── Channel ──  zygote  ── fork ──►  rank 0, rank 1, ...
+       │                (torch is loaded)         │
+       └──────────────── RunFolder ───────────────┘
+              job in; report, output, stack out
+
+| file              | what it is for                                                   |
+| ----------------- | ---------------------------------------------------------------- |
+| `ranks.py`        | `run_ranks`: one run, its limit, its outcomes                    |
+| `outcome.py`      | how a rank ended, and the failure that pytest shows              |
+| `stack.py`        | where a stuck rank stood                                         |
+| `zygote.py`       | the process that has torch loaded and forks, signals, reaps      |
+| `rank_process.py` | what happens inside a rank                                       |
+| `channel.py`      | the few messages between the three                               |
+| `run_folder.py`   | the files of one run                                             |
+| `kernel.py`       | the Linux calls that Python has no name for                      |
+| `leaks.py`        | what a test left behind                                          |
+"""

@@ -1,0 +1,201 @@
+"""The process that has torch loaded and forks, signals and reaps ranks.
+
+A fresh process needs seconds to import torch; a fork of one that did needs milliseconds. pytest itself can't be
+forked, since a backward pass in any earlier test has started threads in it. Hence this third process, which
+imports everything and runs nothing.
+
+Only the zygote signals ranks. It also reaps them, so an id that it still holds can't belong to anyone else.
+Should pytest die, the kernel kills the zygote, and with it every rank.
+"""
+
+import gc
+import importlib
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn
+
+from tests.support import kernel
+from tests.support.channel import Channel, Ended, Fork, Ready, Signal
+
+# The first optimizer of a process imports dynamo, which takes longer than all other tests of a rank together.
+PRELOADED = (
+    "torch",
+    "torch.distributed",
+    "torch.nn",
+    "torch.optim",
+    "torch._dynamo",
+    "hypothesis",
+    "gradsync",
+)
+# Each of these libraries starts a pool of threads when it is loaded, and threads don't survive a fork.
+_NO_POOLS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+_START_LIMIT = 120.0
+_COMMAND = "import sys; from tests.support.zygote import serve; serve(int(sys.argv[1]), int(sys.argv[2]))"
+
+
+class Zygote:
+    """pytest's handle on the zygote. Starting returns at once; the first message waits for the imports."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="gradsync-ranks-")
+        self.folder = Path(self._folder.name)
+        self._log = self.folder / "zygote.log"
+        self._channel, far_end = Channel.pair()
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _COMMAND, str(far_end.fileno()), str(os.getpid())],
+                env={**os.environ, **_NO_POOLS, "PYTHONPATH": os.pathsep.join(sys.path)},
+                pass_fds=[far_end.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # Ctrl-C is for pytest, which then stops the ranks
+            )
+        far_end.close()
+        self._ready = False
+
+    @property
+    def pid(self) -> int:
+        """The parent of all ranks."""
+        return self._process.pid
+
+    def wait_until_ready(self) -> None:
+        """Wait for the imports, so that no run has to count them against its limit."""
+        if not self._ready:
+            self._ready = isinstance(self.receive(_START_LIMIT), Ready)
+
+    def send(self, command: Fork | Signal) -> None:
+        """Have a rank forked or signalled."""
+        self._channel.send(command)
+
+    def receive(self, timeout: float) -> object:
+        """The next message of the zygote or of a rank, or `TimeoutError`."""
+        try:
+            return self._channel.receive(timeout)
+        except (EOFError, ConnectionError) as error:
+            raise RuntimeError(f"the zygote has died:\n{self._log.read_text(errors='replace')}") from error
+
+    def close(self) -> None:
+        """End the zygote and remove the folder of the session."""
+        self._channel.close()
+        try:
+            self._process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._folder.cleanup()
+
+
+def serve(descriptor: int, parent: int) -> None:
+    """The main function of the zygote."""
+    kernel.die_with(parent)
+    kernel.adopt_orphans()
+    _preload()
+    channel = Channel(socket.socket(fileno=descriptor))
+    channel.send(Ready())
+    with suppress(EOFError, ConnectionError):  # pytest has closed its end
+        _Nursery(channel).serve()
+
+
+def _preload() -> None:
+    import tests.support.rank_process
+
+    assert tests.support.rank_process
+    _rewrite_assertions()
+    for name in PRELOADED:
+        # What can't be imported is for the test that needs it to say, not for the zygote.
+        with suppress(Exception):
+            importlib.import_module(name)
+    if kernel.thread_count() != 1:
+        raise RuntimeError("an import started a thread; a rank forked from here could deadlock")
+    gc.collect()
+    gc.freeze()  # spares the ranks from copying every page when the collector marks objects
+
+
+def _rewrite_assertions() -> None:
+    """Let `assert a == b` show both values in a rank, as it does in pytest."""
+    from _pytest.assertion import install_importhook
+    from _pytest.config import get_config
+
+    install_importhook(get_config()).mark_rewrite("tests")
+
+
+class _Nursery:
+    """The ranks that are not reaped yet, by rank."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._pids: dict[int, int] = {}
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(channel, selectors.EVENT_READ)
+
+    def serve(self) -> NoReturn:
+        while True:
+            for key, _ in self._selector.select():
+                if key.fileobj is self._channel:
+                    self._obey(self._channel.receive())
+                else:
+                    self._reap(rank=key.data, pidfd=key.fd)
+
+    def _obey(self, command: Fork | Signal) -> None:
+        if isinstance(command, Fork):
+            self._fork(command)
+        elif command.rank in self._pids:
+            self._signal(self._pids[command.rank], command)
+
+    def _signal(self, pid: int, command: Signal) -> None:
+        if command.family:
+            with suppress(ProcessLookupError):  # it has not come to lead its group yet
+                os.killpg(pid, command.number)
+        os.kill(pid, command.number)
+
+    def _fork(self, order: Fork) -> None:
+        zygote = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            _run_rank(order, self._channel, zygote)
+        self._pids[order.rank] = pid
+        self._selector.register(os.pidfd_open(pid), selectors.EVENT_READ, data=order.rank)
+
+    def _reap(self, rank: int, pidfd: int) -> None:
+        """Kill the family before reaping its head, whose id nobody else can be given until then."""
+        pid = self._pids.pop(rank)
+        with suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+        _, status = os.waitpid(pid, 0)
+        self._selector.unregister(pidfd)
+        os.close(pidfd)
+        if not self._pids:
+            _end_orphans()
+        self._channel.send(Ended(rank, os.waitstatus_to_exitcode(status), time.monotonic()))
+
+
+def _run_rank(order: Fork, channel: Channel, zygote: int) -> NoReturn:
+    from tests.support.rank_process import run_rank
+
+    try:
+        run_rank(order, channel, zygote)
+    except BaseException:  # a fault of the bench, and this process must never go on as a second zygote
+        traceback.print_exc()
+    finally:
+        os._exit(70)
+
+
+def _end_orphans() -> None:
+    """Without ranks, every child is a grandchild that outlived its rank, even one with an own session.
+
+    Again until none is left: whoever ends may leave us its own children.
+    """
+    while orphans := kernel.children(os.getpid()):
+        for pid in orphans:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
