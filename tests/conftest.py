@@ -14,7 +14,7 @@ _uncaptured_stderr = pytest.StashKey[int]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep a way to the terminal: where pytest captures stderr, a dump that ends the process would be lost."""
+    """Keep a way to the terminal: a dump that ends the process would be lost in what pytest captures."""
     capture = config.pluginmanager.getplugin("capturemanager")
     assert capture is not None
     with capture.global_and_fixture_disabled():
@@ -26,7 +26,15 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     os.close(config.stash[_uncaptured_stderr])
 
 
-@pytest.fixture
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Let the zygote import torch while tests without ranks run."""
+    if session.config.option.collectonly:
+        return
+    if any("ranks" in getattr(item, "fixturenames", ()) for item in session.items):
+        run_ranks.warm_up()
+
+
+@pytest.fixture(scope="session")
 def ranks() -> Ranks:
     """Runs a function on real ranks: `results = ranks(body, 2, *args)`."""
     return run_ranks
@@ -34,7 +42,7 @@ def ranks() -> Ranks:
 
 @pytest.fixture(autouse=True)
 def _time_limit(pytestconfig: pytest.Config) -> Iterator[None]:
-    """End the session with all stacks if a test hangs in this process. Runs on ranks have a limit of their own."""
+    """End the session with all stacks if a test hangs in this process; ranks have a limit of their own."""
     faulthandler.dump_traceback_later(TEST_LIMIT, exit=True, file=pytestconfig.stash[_uncaptured_stderr])
     yield
     faulthandler.cancel_dump_traceback_later()

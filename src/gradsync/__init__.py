@@ -1,25 +1,22 @@
 """gradsync keeps the replicas of a PyTorch module in step."""
 
-from torch import nn as _nn
-
 from gradsync import errors
 from gradsync._version import __version__
 from gradsync.ddp import DistributedDataParallel
 from gradsync.guard.fingerprint import fingerprint
+from gradsync.guard.unsynchronised import allow_unsynchronised_steps
 from gradsync.observe.statistics import Statistics
-from gradsync.replicate import ReplicateModule, engine_of, replicate, unreplicate
-
-
-def statistics(module: _nn.Module) -> Statistics:
-    """What the rounds of a replicated module have cost so far."""
-    return engine_of(module).statistics
-
+from gradsync.options import Options
+from gradsync.replica import statistics
+from gradsync.replicate import ReplicateModule, replicate, unreplicate
 
 __all__ = [
     "DistributedDataParallel",
+    "Options",
     "ReplicateModule",
     "Statistics",
     "__version__",
+    "allow_unsynchronised_steps",
     "errors",
     "fingerprint",
     "replicate",

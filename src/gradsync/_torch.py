@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch._utils import _get_device_index
 from torch.autograd import Variable
 from torch.autograd.graph import Node, get_gradient_edge
+from torch.distributed import Store, distributed_c10d
+from torch.distributed.utils import _to_kwargs
 
 NO_GRAPH_TASK = -1
 
@@ -52,6 +57,28 @@ def other_hooks_follow(parameter: Tensor) -> bool:
     """Whether somebody else has a post-accumulate-grad hook on `parameter` besides our one."""
     hooks = parameter._post_accumulate_grad_hooks
     return hooks is not None and len(hooks) > 1
+
+
+def store_of(group: dist.ProcessGroup) -> Store:
+    """The store through which the group's ranks met (2.13: kept in c10d's table of groups)."""
+    store: Store = distributed_c10d._world.pg_map[group][1]
+    return store
+
+
+def device_types(group: dist.ProcessGroup) -> list[torch.device]:
+    """The kinds of device whose tensors the group can carry."""
+    found: list[torch.device] = group._device_types
+    return found
+
+
+def device_index(device: int | torch.device) -> int:
+    """The number of a GPU, also where only its kind is given."""
+    return int(_get_device_index(device, True))
+
+
+def to_kwargs(inputs: Any, kwargs: Any, device: torch.device) -> Any:
+    """Positional and keyword inputs with their tensors on `device`, each in a tuple of one."""
+    return _to_kwargs(inputs, kwargs, device, use_side_stream_for_tensor_copies=True)
 
 
 def composable_keys() -> tuple[str, str]:

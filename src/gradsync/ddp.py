@@ -1,63 +1,282 @@
-"""Front 2: `DistributedDataParallel(module)`, the wrapper with torch's name and signature."""
+"""Front 2: `DistributedDataParallel(module)`, the wrapper with torch's signature and behaviour.
+
+It translates torch's arguments into `Options` and drives the same engine as `replicate`. Private
+names of torch's class that frameworks and tests rely on are in `ddp_private.py`.
+"""
 
 from __future__ import annotations
 
-import contextlib
+import copy
+import dataclasses
+import warnings
 import weakref
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar
 
+import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import scatter_gather
 
-from gradsync import contract
+from gradsync import _torch, contract
+from gradsync.ddp_private import TorchPrivate
 from gradsync.engine.engine import Engine
-from gradsync.errors import UnsuitableModuleError
-from gradsync.groups import resolve_group
+from gradsync.errors import InvalidOptionError, UnsuitableModuleError
+from gradsync.groups import group_of_mesh, resolve_group
 from gradsync.options import Options
-from gradsync.replicate import API
+from gradsync.replica import API, Replica
 from gradsync.transport.process_group import ProcessGroupTransport
 
+PREFIX = "module."
 
-class DistributedDataParallel(nn.Module):
-    """Wraps a module whose replicas are kept in step; `state_dict` keys get the prefix `module.`."""
+
+class DistributedDataParallel(TorchPrivate, Replica, nn.Module):
+    """Wraps a module whose replicas are kept in step; `state_dict` keys get the prefix `module.`.
+
+    All arguments of torch's class have their meaning here. Some are not needed any more:
+
+    - `find_unused_parameters`: left out, parameters may be used or not, on any rank, in any round.
+      `False` given explicitly keeps torch's strictness: an unused parameter is an error.
+    - `static_graph`, `batched_grad_copy`, `skip_all_reduce_unused_params`: accepted; the engine
+      learns the graph and copies in batches anyway.
+
+    Attributes of the wrapped module can be read through the wrapper. A copy (`copy.deepcopy`) is a
+    working replica of its own over the same group.
+    """
+
+    _active_ddp_module: ClassVar[DistributedDataParallel | None] = None
 
     def __init__(
         self,
         module: nn.Module,
-        *,
-        process_group: dist.ProcessGroup | None = None,
-        broadcast_buffers: bool = True,
+        device_ids: Sequence[int | torch.device] | None = None,
+        output_device: int | torch.device | None = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
         init_sync: bool = True,
+        process_group: dist.ProcessGroup | None = None,
         bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool | None = None,
+        check_reduction: bool = False,
         gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Iterable[tuple[str, nn.Parameter]] | None = None,
+        param_to_hook_all_reduce: nn.Parameter | None = None,
+        mixed_precision: Any = None,
+        device_mesh: DeviceMesh | None = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: Sequence[float] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
     ) -> None:
         super().__init__()
-        if not any(p.requires_grad for p in module.parameters()):
-            raise UnsuitableModuleError(
-                "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a "
-                f"gradient, and this {type(module).__name__} has none. Use the module itself."
+        if process_group is not None and device_mesh is not None:
+            raise InvalidOptionError(
+                "Cannot specify both process_group and device_mesh arguments. Pass the one whose ranks you mean."
             )
+        if mixed_precision is not None:
+            raise NotImplementedError("mixed_precision is not built yet; use torch.autocast around forward.")
+        self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        self._module_parameters = [p for n, p in module.named_parameters() if n not in self.parameters_to_ignore]
+        delayed = _delayed(module, delay_all_reduce_named_params, param_to_hook_all_reduce)
+        _check_trainable(module, self._module_parameters)
+        forward_sync, init_sync_buffers = _buffer_arguments(broadcast_buffers, forward_sync_buffers)
+        if check_reduction:
+            warnings.warn(
+                "The `check_reduction` argument in `DistributedDataParallel` module is deprecated. "
+                "Please avoid using it.",
+                FutureWarning,
+                stacklevel=2,
+            )
+
+        self.module = module
+        self.device = self._module_parameters[0].device
+        self.device_type = self.device.type
+        self.is_multi_device_module = len({p.device for p in self._module_parameters}) > 1
+        self.device_ids, self.output_device = self._devices(device_ids, output_device)
+        self.dim = dim
+        self.forward_sync_buffers = forward_sync
+        self.require_forward_param_sync = True
+        self.find_unused_parameters = bool(find_unused_parameters)
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.batched_grad_copy = batched_grad_copy
+        self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
+        self.static_graph = False
+        self.mixed_precision = mixed_precision
+
         options = Options(
             bucket_cap_mb=bucket_cap_mb,
+            bucket_cap_mb_list=tuple(bucket_cap_mb_list or ()),
             gradient_as_bucket_view=gradient_as_bucket_view,
-            buffers="round" if broadcast_buffers else "never",
+            buffers="round" if forward_sync else "never",
             init_sync=init_sync,
+            init_sync_buffers=init_sync_buffers,
+            find_unused_parameters=find_unused_parameters,
+            static_graph=static_graph,
+            delayed=delayed[0],
+            delayed_until=delayed[1],
         )
-        device_type = next(module.parameters()).device.type
-        group = resolve_group(process_group, device_type)
+        if device_mesh is not None:
+            self.device_mesh = device_mesh
+            process_group = group_of_mesh(device_mesh)
+        self._connect(resolve_group(process_group, self.device_type), options)
+        if static_graph:
+            self._set_static_graph()
+
+    def _connect(self, group: dist.ProcessGroup, options: Options) -> None:
         self.process_group = group
-        self.module = module
-        self._engine = Engine(module, ProcessGroupTransport(group), options)
-        contract.enrol(self, API, self._engine)
+        ignored = frozenset(self.parameters_to_ignore)
+        engine = Engine(self.module, ProcessGroupTransport(group), options, ignored)
+        contract.enrol(self, API, engine)
         # The wrapped module may live on without us, and must then be an ordinary module again.
-        weakref.finalize(self, self._engine.disarm)
+        weakref.finalize(self, engine.disarm)
+        self._init_private(options)
+
+    # --- training ----------------------------------------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        return self.module(*inputs, **kwargs)
+        engine = self._engine
+        engine.before_forward()
+        if self.device_ids:
+            moved_inputs, moved_kwargs = self.to_kwargs(inputs, kwargs, self.device_ids[0])
+            inputs, kwargs = moved_inputs[0], moved_kwargs[0]
+        before, DistributedDataParallel._active_ddp_module = DistributedDataParallel._active_ddp_module, self
+        try:
+            output = self.module(*inputs, **kwargs)
+        finally:
+            DistributedDataParallel._active_ddp_module = before
+        engine.after_forward(output)
+        return output
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backwards inside only accumulate; the next one outside synchronises all of it."""
-        with self._engine.no_sync():
-            yield
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether backwards synchronise; frameworks set it, people use `no_sync`."""
+        return self._engine.synchronising
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, flag: bool) -> None:
+        self._engine.synchronising = flag
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        """torch's older name for `forward_sync_buffers`."""
+        return self.forward_sync_buffers
+
+    # --- inputs and outputs across devices ---------------------------------------------------------
+
+    def _devices(
+        self, device_ids: Sequence[int | torch.device] | None, output_device: int | torch.device | None
+    ) -> tuple[list[int] | None, int | None]:
+        if device_ids is not None and len(device_ids) > 1:
+            raise InvalidOptionError(
+                f"device_ids can only be None or contain a single element, but got {list(device_ids)}. "
+                "Start one process for each device."
+            )
+        if not device_ids or self.device_type == "cpu" or self.is_multi_device_module:
+            if device_ids or output_device:
+                devices = {p.device for p in self._module_parameters}
+                raise InvalidOptionError(
+                    "DistributedDataParallel device_ids and output_device arguments only work with "
+                    "single-device/multiple-device GPU modules or CPU modules, but got device_ids "
+                    f"{device_ids}, output_device {output_device}, and module parameters {devices}. "
+                    "Leave both out."
+                )
+            return None, None
+        first = _torch.device_index(device_ids[0])
+        return [first], first if output_device is None else _torch.device_index(output_device)
+
+    def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
+        return scatter_gather.scatter_kwargs(inputs, kwargs, device_ids, dim=self.dim)
+
+    def to_kwargs(self, inputs: Any, kwargs: Any, device_id: int) -> Any:
+        """Inputs with their tensors on the given device."""
+        return _torch.to_kwargs(inputs, kwargs, torch.device(self.device_type, device_id))
+
+    def gather(self, outputs: Any, output_device: Any) -> Any:
+        return scatter_gather.gather(outputs, output_device, dim=self.dim)
+
+    def train(self, mode: bool = True) -> DistributedDataParallel:
+        super().train(mode)
+        return self
+
+    # --- saving, loading, copying ------------------------------------------------------------------
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Loads keys with the prefix `module.`, as this class saves them, and without it."""
+        own = set(self.state_dict().keys())
+        prefixed = {PREFIX + key: value for key, value in state_dict.items()}
+        if len(own & prefixed.keys()) > len(own & state_dict.keys()):
+            state_dict = prefixed
+        return super().load_state_dict(state_dict, strict=strict, assign=assign)
+
+    def __getstate__(self) -> dict[str, Any]:
+        left_out = {*_torch.composable_keys(), "process_group", "device_mesh"}
+        state = {key: value for key, value in self.__dict__.items() if key not in left_out}
+        return {**state, "_saved_options": self._engine.options}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Loaded from a file: over the default group, without communication."""
+        options = dataclasses.replace(state.pop("_saved_options"), init_sync=False)
+        super().__setstate__(state)
+        self._connect(resolve_group(None, self.device_type), options)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
+        duplicate = type(self).__new__(type(self))
+        memo[id(self)] = duplicate
+        state = self.__getstate__()
+        options = dataclasses.replace(state.pop("_saved_options"), init_sync=False)
+        nn.Module.__setstate__(  # type: ignore[no-untyped-call]
+            duplicate, {key: copy.deepcopy(value, memo) for key, value in state.items()}
+        )
+        duplicate._connect(self.process_group, options)
+        return duplicate
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "module" not in self.__dict__.get("_modules", {}) or not hasattr(self.module, name):
+                raise
+            return getattr(self.module, name)
+
+
+def _check_trainable(module: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
+    if not any(p.requires_grad for p in parameters):
+        raise UnsuitableModuleError(
+            "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a "
+            f"gradient, and this {type(module).__name__} has none. Use the module itself."
+        )
+
+
+def _buffer_arguments(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> tuple[bool, bool]:
+    """Whether buffers are kept in step, and whether they are broadcast at construction."""
+    if broadcast_buffers is not None:
+        and_both = ", and its value is ignored when `forward_sync_buffers` is provided" * (
+            forward_sync_buffers is not None
+        )
+        warnings.warn(
+            "`broadcast_buffers` is deprecated. Use `forward_sync_buffers` instead, which at construction still "
+            f"broadcasts buffers once{and_both}.",
+            FutureWarning,
+            stacklevel=3,
+        )
+    if forward_sync_buffers is not None:
+        return forward_sync_buffers, True
+    both = broadcast_buffers is not False
+    return both, both
+
+
+def _delayed(
+    module: nn.Module, named: Iterable[tuple[str, nn.Parameter]] | None, until: nn.Parameter | None
+) -> tuple[tuple[str, ...], str | None]:
+    if (named is None) != (until is None):
+        raise InvalidOptionError(
+            "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time."
+        )
+    if named is None:
+        return (), None
+    anchor = next((name for name, parameter in module.named_parameters() if parameter is until), None)
+    if anchor is None:
+        raise InvalidOptionError("param_to_hook_all_reduce must be a parameter of the module, and is not.")
+    return tuple(name for name, _ in named), anchor

@@ -15,7 +15,7 @@ class NoProcessGroupError(GradsyncError, RuntimeError, ValueError):
     """There is no process group to synchronise over, and the environment describes none."""
 
 
-class InvalidOptionError(GradsyncError, ValueError):
+class InvalidOptionError(GradsyncError, ValueError, RuntimeError):
     """An option has a value, or is combined with another, in a way that makes no sense."""
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-from gradsync.errors import NoProcessGroupError
+from gradsync.errors import InvalidOptionError, NoProcessGroupError
 
 # What `init_process_group` needs of the environment; torchrun sets all of them.
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -37,6 +38,15 @@ def resolve_group(group: dist.ProcessGroup | None, device_type: str) -> dist.Pro
     default = dist.group.WORLD
     assert default is not None
     return default
+
+
+def group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """The group of a mesh with one dimension."""
+    if mesh.ndim != 1:
+        raise InvalidOptionError(
+            f"Only 1D device mesh is supported, but got {mesh}. Pass one of its dimensions, as mesh['name']."
+        )
+    return mesh.get_group(mesh_dim=0)
 
 
 def _backend_for(device_type: str) -> str:

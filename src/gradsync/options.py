@@ -10,7 +10,7 @@ from gradsync.errors import InvalidOptionError
 MIB = 1024 * 1024
 
 Reduce = Literal["mean", "sum"]
-Buffers = Literal["round", "never"]
+Buffers = Literal["round", "average", "evaluation", "never"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,19 +24,41 @@ class Options:
     reduce: Reduce = "mean"
     """What a gradient becomes: the mean over the ranks, or the sum."""
     buffers: Buffers = "round"
-    """When module buffers are taken over from rank 0: at the end of each round, or never."""
+    """How module buffers are kept in step. "round": all ranks take over those of one rank at the end
+    of each round. "average": floating ones become the mean instead. "evaluation": as "round", but
+    only before the first forward in eval mode, in which then all ranks must take part. "never"."""
+    buffers_from: int = 0
+    """The rank whose buffers count."""
     init_sync: bool = True
     """Whether rank 0's parameters and buffers are broadcast at construction."""
+    init_sync_buffers: bool = True
+    """Whether the buffers are part of that."""
+    find_unused_parameters: bool | None = None
+    """None: parameters may be used or not, all is right. False: a round that leaves a parameter
+    unused is an error, raised by the next forward."""
+    static_graph: bool = False
+    """A promise that the graph does not change. Nothing needs it; it is kept for those who ask."""
+    bucket_cap_mb_list: tuple[float, ...] = ()
+    """Sizes of the first, second, ... bucket in MiB; the last one counts for all that follow."""
+    delayed: tuple[str, ...] = ()
+    """Parameters that are reduced together, behind `delayed_until`."""
+    delayed_until: str | None = None
 
     def __post_init__(self) -> None:
         if self.bucket_cap_mb is not None and not self.bucket_cap_mb > 0:
             raise InvalidOptionError(f"bucket_cap_mb must be greater than 0, but is {self.bucket_cap_mb}")
+        if any(not cap > 0 for cap in self.bucket_cap_mb_list):
+            raise InvalidOptionError(f"bucket_cap_mb_list must hold numbers > 0, not {self.bucket_cap_mb_list}")
+        if self.bucket_cap_mb is not None and self.bucket_cap_mb_list:
+            raise InvalidOptionError("Cannot specify both bucket_cap_mb and bucket_cap_mb_list; choose one.")
         _one_of("reduce", self.reduce, get_args(Reduce))
         _one_of("buffers", self.buffers, get_args(Buffers))
 
     @property
     def bucket_caps(self) -> tuple[int, ...]:
         """Capacities in bytes: of the first bucket, the second, ...; the last one of all others."""
+        if self.bucket_cap_mb_list:
+            return tuple(int(cap * MIB) for cap in self.bucket_cap_mb_list)
         if self.bucket_cap_mb is None:
             return (MIB, 25 * MIB)
         return (int(self.bucket_cap_mb * MIB),)

@@ -2,36 +2,58 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from typing import Any, TypeVar
+import copy
+import dataclasses
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 from torch import nn
 
-from gradsync import contract
+from gradsync import _torch, contract
 from gradsync.engine.engine import Engine
 from gradsync.groups import resolve_group
 from gradsync.options import Options
+from gradsync.replica import API, Replica, engine_of
 from gradsync.transport.process_group import ProcessGroupTransport
-
-API = "replicate"
 
 M = TypeVar("M", bound=nn.Module)
 
 
-class ReplicateModule(nn.Module):
-    """What a replicated module can do besides what its own class can."""
+class ReplicateModule(Replica, nn.Module):
+    """What a replicated module can do besides what its own class can.
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backwards inside only accumulate; the next one outside synchronises all of it."""
-        with engine_of(self).no_sync():
-            yield
+    No hook is put on the module: `__call__` of this class surrounds the original one. So copies,
+    pickles and the order of the user's own hooks are as if it were not there.
+    """
 
-    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
-        """Whether backwards from now on synchronise; `no_sync` without the indentation."""
-        engine_of(self).synchronising = requires_gradient_sync
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        engine = self._engine
+        engine.before_forward()
+        output = super().__call__(*args, **kwargs)
+        engine.after_forward(output)
+        return output
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ReplicateModule:
+        """A working replica of its own, in step over the same group, without communicating.
+
+        Good for an exponential moving average, and a copy that is trained on is not trained alone.
+        """
+        engine = self._engine
+        duplicate: nn.Module = copy.deepcopy(copy.copy(self), memo)  # a shallow copy is a plain module
+        memo[id(self)] = duplicate
+        options = dataclasses.replace(engine.options, init_sync=False)
+        _attach(duplicate, Engine(duplicate, engine.transport, options, engine.ignored))
+        return cast(ReplicateModule, duplicate)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickles as the plain module it was: a saved model loads anywhere, without gradsync."""
+        reduced: tuple[Any, ...] = super().__reduce_ex__(protocol)  # type: ignore[assignment]
+        make, arguments, state, *rest = reduced
+        original = _original_class(self)
+        arguments = tuple(original if argument is type(self) else argument for argument in arguments)
+        if isinstance(state, dict):
+            state = {key: value for key, value in state.items() if key not in _torch.composable_keys()}
+        return (make, arguments, state, *rest)
 
 
 def replicate(module: M, *, process_group: dist.ProcessGroup | None = None, **options: Any) -> M:
@@ -45,16 +67,13 @@ def replicate(module: M, *, process_group: dist.ProcessGroup | None = None, **op
     backward that reaches the module's parameters, however, leaves the gradient of the mean loss
     over all ranks in their `.grad`.
 
-    See `gradsync.options.Options` for the options.
+    See `gradsync.Options` for the options.
     """
     checked = Options(**options)
+    contract.check_not_applied(module, API)
     device_type = next((p.device.type for p in module.parameters()), "cpu")
     transport = ProcessGroupTransport(resolve_group(process_group, device_type))
-    contract.check_not_applied(module, API)
-    engine = Engine(module, transport, checked)
-    contract.enrol(module, API, engine)
-    cls = type(module)
-    module.__class__ = type(f"Replicate{cls.__name__}", (ReplicateModule, cls), {})
+    _attach(module, Engine(module, transport, checked))
     return module
 
 
@@ -62,16 +81,15 @@ def unreplicate(module: M) -> M:
     """Undoes `replicate`: the module is again what it was, and keeps its values and gradients."""
     engine_of(module).disarm()
     contract.withdraw(module, API)
-    module.__class__ = type(module).__bases__[1]
+    module.__class__ = _original_class(module)  # type: ignore[assignment]
     return module
 
 
-def engine_of(module: nn.Module) -> Engine:
-    """The engine of a replicated module, of either front."""
-    engine = contract.state_of(module, API)
-    if not isinstance(engine, Engine):
-        raise TypeError(
-            f"{type(module).__name__} is not replicated. Call gradsync.replicate(module) first, or pass the "
-            "module it was called on rather than a submodule."
-        )
-    return engine
+def _attach(module: nn.Module, engine: Engine) -> None:
+    contract.enrol(module, API, engine)
+    cls = type(module)
+    module.__class__ = type(f"Replicate{cls.__name__}", (ReplicateModule, cls), {"__module__": cls.__module__})
+
+
+def _original_class(module: nn.Module) -> type[nn.Module]:
+    return cast("type[nn.Module]", type(module).__bases__[1])

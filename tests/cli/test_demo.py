@@ -18,7 +18,7 @@ from gradsync.cli.app import app
 from gradsync.cli.demo import describe_difference
 from gradsync.cli.text import NoText, choose
 
-from .conftest import TINY, Command, Result, alive, wait_until
+from tests.cli.conftest import TINY, Command, Result, alive, children, wait_until
 
 
 def test_a_run_ends_well_and_proves_that_replicas_are_identical(finished: Result) -> None:
@@ -76,16 +76,10 @@ def test_a_killed_rank_is_named(command: Callable[..., Command]) -> None:
 def test_ranks_end_with_the_command_however_it_ends(command: Callable[..., Command]) -> None:
     run = command("--ranks", "1", *TINY)
     run.wait_for("starting")
-    wait_until(lambda: bool(_children(run)))
-    ranks = _children(run)
+    wait_until(lambda: bool(children(run.process.pid)))
+    ranks = children(run.process.pid)
     run.process.kill()
     wait_until(lambda: not any(map(alive, ranks)))
-
-
-def _children(run: Command) -> list[int]:
-    from .conftest import children
-
-    return children(run.process.pid)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -109,7 +110,7 @@ def test_the_folder_of_the_user_does_not_shadow_modules(
     folder.mkdir()
     (folder / "random.py").write_text("raise SystemExit('the wrong random')")
     monkeypatch.chdir(folder)
-    monkeypatch.setattr("sys.path", [entry for entry in __import__("sys").path if entry])
+    monkeypatch.setattr("sys.path", [entry for entry in sys.path if entry])
     with Ranks(module("import random; send('fine')"), [], ranks=1) as ranks:
         assert [r.record["event"] for r in ranks.reports()] == ["fine"]
 
@@ -124,8 +125,12 @@ def test_status_in_words() -> None:
 def test_a_signal_interrupts_once(number: signal.Signals) -> None:
     before = signal.getsignal(number)
     with pytest.raises(KeyboardInterrupt), interruptible():
-        try:
-            os.kill(os.getpid(), number)
-        finally:
-            os.kill(os.getpid(), number)  # the impatient second one
+        _signal_twice(number)
     assert signal.getsignal(number) is before
+
+
+def _signal_twice(number: signal.Signals) -> None:
+    try:
+        os.kill(os.getpid(), number)
+    finally:
+        os.kill(os.getpid(), number)  # the impatient second Ctrl-C

@@ -7,7 +7,8 @@
 
 | file              | what it is for                                                   |
 | ----------------- | ---------------------------------------------------------------- |
-| `ranks.py`        | `run_ranks`: one run, its limit, its outcomes                    |
+| `ranks.py`        | `run_ranks`, what tests call                                     |
+| `run.py`          | one run: start the ranks, watch them, stop what is left          |
 | `outcome.py`      | how a rank ended, and the failure that pytest shows              |
 | `stack.py`        | where a stuck rank stood                                         |
 | `zygote.py`       | the process that has torch loaded and forks, signals, reaps      |

@@ -23,11 +23,10 @@ class Fork(NamedTuple):
 
 
 class Signal(NamedTuple):
-    """pytest to zygote: signal this rank, or with `family` its whole process group, if it still lives."""
+    """pytest to zygote: signal this rank, if it still lives. What it started ends with it in any case."""
 
     rank: int
     number: int
-    family: bool = False
 
 
 class Ready(NamedTuple):

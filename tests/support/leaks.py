@@ -14,7 +14,6 @@ from tests.support.ranks import Ranks
 
 _OWN_VARIABLES = {"PYTEST_CURRENT_TEST"}
 _SHARED_MEMORY = Path("/dev/shm")
-_PATIENCE = 1.0
 
 
 @dataclass(frozen=True)
@@ -41,10 +40,10 @@ def belongings(ranks: Ranks, environ: Mapping[str, str] = os.environ) -> Belongi
     )
 
 
-def find_leaks(before: Belongings, ranks: Ranks) -> list[str]:
-    """What is there now and was not before. What is just ending gets a moment to do so."""
-    patience = time.monotonic() + _PATIENCE
-    while (leaks := _difference(before, belongings(ranks))) and time.monotonic() < patience:
+def find_leaks(before: Belongings, ranks: Ranks, patience: float = 1.0) -> list[str]:
+    """What is there now and was not before. What is just ending gets `patience` seconds to do so."""
+    deadline = time.monotonic() + patience
+    while (leaks := _difference(before, belongings(ranks))) and time.monotonic() < deadline:
         time.sleep(0.02)
     return leaks
 
@@ -73,7 +72,8 @@ def _groups() -> frozenset[str]:
 
 
 def _files(folder: Path | None) -> frozenset[str]:
-    return frozenset(str(path) for path in folder.rglob("*")) if folder else frozenset()
+    """What ranks left in the TMPDIR of their run."""
+    return frozenset(str(path) for path in folder.glob("run*/tmp/*")) if folder else frozenset()
 
 
 def _shared_memory(pids: set[int]) -> frozenset[str]:

@@ -1,10 +1,10 @@
 """How a rank ended, and the failure that pytest shows."""
 
 import pickle
-import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from signal import Signals
 from typing import Any
 
 from tests.support.run_folder import Raised, Returned
@@ -34,7 +34,7 @@ class Outcome:
     result: Any = None
     error: Raised | None = None
     exit_code: int | None = None
-    signal: signal.Signals | None = None
+    signal: Signals | None = None
     stack: Stack | None = None
 
     @property
@@ -82,7 +82,7 @@ def outcome_of(
     if stack is not None:
         return Outcome(rank, End.STUCK, when, output, stack=stack)
     if code < 0:
-        return Outcome(rank, End.KILLED, when, output, signal=signal.Signals(-code))
+        return Outcome(rank, End.KILLED, when, output, signal=Signals(-code))
     return Outcome(rank, End.EXITED, when, output, exit_code=code)
 
 

@@ -8,14 +8,17 @@ import re
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -73,11 +76,13 @@ def _call_body(rank: int, folder: RunFolder) -> Returned | Raised:
         with folder.open_job() as job:
             setting: Setting = pickle.load(job)
             _apply(setting, rank, folder)
-            call: Call = pickle.load(job)
+            with _bytecode_kept(folder.bytecode):
+                call: Call = pickle.load(job)
         _apply_warning_filters(call.warning_filters)
         if setting.backend is not None:
             _join_group(setting, rank, folder)
-        return Returned(call.function(*call.args, **call.kwargs))
+        with _loose_ends_warned():
+            return Returned(call.function(*call.args, **call.kwargs))
     except SystemExit as leaving:
         _flush_output()
         os._exit(leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None))
@@ -98,11 +103,48 @@ def _apply(setting: Setting, rank: int, folder: RunFolder) -> None:
     random.seed(rank)
 
 
+@contextmanager
+def _bytecode_kept(path: Path) -> Iterator[None]:
+    """Where Python may write no bytecode, keep that of the test for the ranks of later runs: to compile it
+    and rewrite its assertions takes longer than the rest of a run.
+    """
+    before = sys.dont_write_bytecode, sys.pycache_prefix
+    if sys.dont_write_bytecode:
+        sys.dont_write_bytecode, sys.pycache_prefix = False, str(path)
+    yield
+    sys.dont_write_bytecode, sys.pycache_prefix = before
+
+
 def _apply_warning_filters(filters: list[tuple[Any, ...]]) -> None:
-    """Warn exactly as pytest does in this test, marks included: an error in the test is an error in the rank."""
+    """Warn exactly as pytest does in this test, its marks included: what is an error there is one here."""
     warnings.resetwarnings()
     for action, message, category, module, line in reversed(filters):
         warnings.filterwarnings(action, _pattern(message), category, _pattern(module), line)
+
+
+@contextmanager
+def _loose_ends_warned() -> Iterator[None]:
+    """Warn as pytest does about errors that Python can only print: those of destructors and of threads."""
+    loose_ends: list[Warning] = []
+
+    def in_destructor(event: "sys.UnraisableHookArgs") -> None:
+        text = _format(event.exc_value)
+        loose_ends.append(
+            pytest.PytestUnraisableExceptionWarning(f"{event.err_msg} {event.object!r}\n{text}")
+        )
+
+    def in_thread(event: threading.ExceptHookArgs) -> None:
+        loose_ends.append(pytest.PytestUnhandledThreadExceptionWarning(_format(event.exc_value)))
+
+    sys.unraisablehook, threading.excepthook = in_destructor, in_thread
+    yield
+    sys.unraisablehook, threading.excepthook = sys.__unraisablehook__, threading.__excepthook__
+    for loose_end in loose_ends:
+        warnings.warn(loose_end, stacklevel=1)
+
+
+def _format(error: BaseException | None) -> str:
+    return "".join(traceback.format_exception(error)) if error else ""
 
 
 def _pattern(matcher: re.Pattern[str] | str | None) -> str:

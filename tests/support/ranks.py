@@ -8,7 +8,7 @@
     def test_sum(ranks):
         assert ranks(body, 2, 10.0) == [10.0, 10.0]
 
-A test that *means* ranks to raise, leave or die asks for `ranks.outcomes(body, 2)` instead, which never raises.
+A test that *means* ranks to raise, leave or die calls `ranks.outcomes(body, 2)`, which never raises.
 """
 
 import atexit
@@ -33,7 +33,7 @@ GRACE = 1.5  # for the others, once a rank has failed; gloo notices a dead peer 
 
 
 class Ranks:
-    """Runs functions on ranks. The zygote starts with the first run, so that a session without ranks has none."""
+    """Runs functions on ranks. Without a run there is no zygote either."""
 
     def __init__(self) -> None:
         self._zygote: Zygote | None = None
@@ -82,18 +82,26 @@ class Ranks:
         _show(outcomes)
         return outcomes
 
+    def warm_up(self) -> Zygote:
+        """Start the zygote, if there is none, and go on at once: its imports take seconds."""
+        if self._zygote is None:
+            self._zygote = Zygote()
+            atexit.register(self._zygote.close)
+        return self._zygote
+
     @property
     def zygote_pid(self) -> int | None:
         """The parent of all ranks, once there is one."""
-        return self._zygote and self._zygote.pid
+        return self._zygote.pid if self._zygote else None
 
     @property
     def folder(self) -> Path | None:
         """The folder of all runs, once there is one."""
-        return self._zygote and self._zygote.folder
+        return self._zygote.folder if self._zygote else None
 
     def _run(self, call: Call, setting: Setting, limit: float, grace: float) -> list[Outcome]:
-        zygote = self._ready_zygote()
+        zygote = self.warm_up()
+        zygote.wait_until_ready()
         self._runs += 1
         folder = RunFolder.create(zygote.folder / f"run{self._runs}")
         outcomes: list[Outcome] = []
@@ -113,13 +121,6 @@ class Ranks:
             run.stop()
             self.pids += run.pids.values()
         return run.outcomes()
-
-    def _ready_zygote(self) -> Zygote:
-        if self._zygote is None:
-            self._zygote = Zygote()
-            atexit.register(self._zygote.close)
-        self._zygote.wait_until_ready()
-        return self._zygote
 
 
 run_ranks = Ranks()

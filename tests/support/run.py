@@ -34,7 +34,7 @@ class Run:
             self._living.add(rank)
 
     def watch(self, limit: float, grace: float) -> None:
-        """Follow the ranks until all have ended, or `limit` is over, or `grace` is over after the first failure."""
+        """Follow the ranks until all have ended, or `limit` is over, or `grace` after the first failure."""
         end = time.monotonic() + limit
         while self._living:
             deadline = end if self._failed_at is None else min(end, self._failed_at + grace)
@@ -44,11 +44,11 @@ class Run:
                 return
 
     def stop(self) -> None:
-        """Ask the ranks that are stuck where they stand, then kill all that live, with their families."""
+        """Ask the ranks that are stuck where they stand, then kill all that live."""
         stuck = self._living - self._reported
         if stuck:
             self._stacks = self._ask_for_stacks(stuck)
-        self._signal(self._living, signal.SIGKILL, family=True)
+        self._signal(self._living, signal.SIGKILL)
         while self._living:
             self._note(self._zygote.receive(_KILL_SECONDS))
 
@@ -88,9 +88,9 @@ class Run:
         if self._living <= self._reported:
             self._signal(self._living, LEAVE)
 
-    def _signal(self, ranks: Iterable[int], number: int, family: bool = False) -> None:
+    def _signal(self, ranks: Iterable[int], number: int) -> None:
         for rank in ranks:
-            self._zygote.send(Signal(rank, number, family))
+            self._zygote.send(Signal(rank, number))
 
     def _ask_for_stacks(self, ranks: set[int]) -> dict[int, Stack]:
         """Signal the ranks and wait until they have written; one that is stopped never will."""

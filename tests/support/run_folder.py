@@ -44,7 +44,7 @@ class Returned:
 class Raised:
     """The report of a rank whose body raised.
 
-    `exception` is pickled on its own, or None if it can't be; the text tells the same without importing anything.
+    `exception` is pickled on its own, or None if it can't be; the text needs no import to be read.
     """
 
     type_name: str
@@ -62,6 +62,7 @@ class RunFolder:
         self.path = path
         self.temporary = path / "tmp"  # TMPDIR of the ranks
         self.store = path / "store"  # where they meet
+        self.bytecode = path.parent / "bytecode"  # shared by the runs of a session
 
     @classmethod
     def create(cls, path: Path) -> "RunFolder":
@@ -89,6 +90,10 @@ class RunFolder:
             ) from error
         self._job.write_bytes(job)
 
+    def open_job(self) -> Any:
+        """The file that holds a `Setting`, then a `Call`."""
+        return self._job.open("rb")
+
     def write_report(self, rank: int, report: Returned | Raised) -> None:
         """Rename into place, so that a rank killed while it writes leaves no half report."""
         draft = self._report(rank).with_suffix(".draft")
@@ -113,22 +118,17 @@ class RunFolder:
         return path.read_text(errors="replace") if path.exists() else ""
 
     def remove(self, *, keep_litter: bool) -> None:
-        """Remove the folder. With `keep_litter`, files that ranks left in TMPDIR stay, for the leak check to find.
+        """Remove the folder. With `keep_litter`, what ranks left in TMPDIR stays, for the leak check to find.
 
         torch keeps its compile cache in TMPDIR by design; that is no litter.
         """
-        for cache in self.temporary.glob("torchinductor_*"):
-            shutil.rmtree(cache)
-        if not (keep_litter and any(self.temporary.iterdir())):
+        litter = [path for path in self.temporary.iterdir() if not path.name.startswith("torchinductor_")]
+        if not (litter and keep_litter):
             shutil.rmtree(self.path)
 
     @property
     def _job(self) -> Path:
         return self.path / "job"
-
-    def open_job(self) -> Any:
-        """The file that holds a `Setting`, then a `Call`."""
-        return self._job.open("rb")
 
     def _report(self, rank: int) -> Path:
         return self.path / f"rank{rank}.report"

@@ -1,17 +1,19 @@
 """The process that has torch loaded and forks, signals and reaps ranks.
 
-A fresh process needs seconds to import torch; a fork of one that did needs milliseconds. pytest itself can't be
-forked, since a backward pass in any earlier test has started threads in it. Hence this third process, which
-imports everything and runs nothing.
+A fresh process needs seconds to import torch; a fork of one that did needs milliseconds. pytest itself can't
+be forked, since any earlier test may have started threads in it. Hence this third process, which imports
+everything and runs nothing.
 
 Only the zygote signals ranks. It also reaps them, so an id that it still holds can't belong to anyone else.
-Should pytest die, the kernel kills the zygote, and with it every rank.
+Should pytest die, even by SIGKILL, its end of the channel closes; the zygote then kills every rank with its
+family, removes the folder and leaves. Should the zygote die, the kernel kills its ranks.
 """
 
 import gc
 import importlib
 import os
 import selectors
+import shutil
 import signal
 import socket
 import subprocess
@@ -38,21 +40,21 @@ PRELOADED = (
 )
 # Each of these libraries starts a pool of threads when it is loaded, and threads don't survive a fork.
 _NO_POOLS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+_RANK_PROCESS = "tests.support.rank_process"  # by name: it imports torch, which pytest may not need
 _START_LIMIT = 120.0
-_COMMAND = "import sys; from tests.support.zygote import serve; serve(int(sys.argv[1]), int(sys.argv[2]))"
+_COMMAND = "import sys; from tests.support.zygote import serve; serve(int(sys.argv[1]), sys.argv[2])"
 
 
 class Zygote:
     """pytest's handle on the zygote. Starting returns at once; the first message waits for the imports."""
 
     def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="gradsync-ranks-")
-        self.folder = Path(self._folder.name)
+        self.folder = Path(tempfile.mkdtemp(prefix="gradsync-ranks-"))
         self._log = self.folder / "zygote.log"
         self._channel, far_end = Channel.pair()
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _COMMAND, str(far_end.fileno()), str(os.getpid())],
+                [sys.executable, "-c", _COMMAND, str(far_end.fileno()), str(self.folder)],
                 env={**os.environ, **_NO_POOLS, "PYTHONPATH": os.pathsep.join(sys.path)},
                 pass_fds=[far_end.fileno()],
                 stdin=subprocess.DEVNULL,
@@ -87,29 +89,32 @@ class Zygote:
     def close(self) -> None:
         """End the zygote and remove the folder of the session."""
         self._channel.close()
+        if not self._ready:
+            self._process.kill()  # it has no ranks yet, and imports are tedious to wait for
         try:
             self._process.wait(timeout=5)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        self._folder.cleanup()
+        shutil.rmtree(self.folder, ignore_errors=True)  # the zygote did that, unless it died
 
 
-def serve(descriptor: int, parent: int) -> None:
+def serve(descriptor: int, folder: str) -> NoReturn:
     """The main function of the zygote."""
-    kernel.die_with(parent)
     kernel.adopt_orphans()
     _preload()
     channel = Channel(socket.socket(fileno=descriptor))
-    channel.send(Ready())
+    nursery = _Nursery(channel)
     with suppress(EOFError, ConnectionError):  # pytest has closed its end
-        _Nursery(channel).serve()
+        channel.send(Ready())
+        nursery.serve()
+    nursery.close()
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(0)  # to take down all that torch has set up would keep pytest waiting
 
 
 def _preload() -> None:
-    import tests.support.rank_process
-
-    assert tests.support.rank_process
+    importlib.import_module(_RANK_PROCESS)
     _rewrite_assertions()
     for name in PRELOADED:
         # What can't be imported is for the test that needs it to say, not for the zygote.
@@ -126,7 +131,7 @@ def _rewrite_assertions() -> None:
     from _pytest.assertion import install_importhook
     from _pytest.config import get_config
 
-    install_importhook(get_config()).mark_rewrite("tests")
+    install_importhook(get_config())
 
 
 class _Nursery:
@@ -146,17 +151,17 @@ class _Nursery:
                 else:
                     self._reap(rank=key.data, pidfd=key.fd)
 
+    def close(self) -> None:
+        """Kill all that lives. Nobody is left to be told."""
+        for pid in self._pids.values():
+            _kill_family(pid)
+        _end_orphans()
+
     def _obey(self, command: Fork | Signal) -> None:
         if isinstance(command, Fork):
             self._fork(command)
         elif command.rank in self._pids:
-            self._signal(self._pids[command.rank], command)
-
-    def _signal(self, pid: int, command: Signal) -> None:
-        if command.family:
-            with suppress(ProcessLookupError):  # it has not come to lead its group yet
-                os.killpg(pid, command.number)
-        os.kill(pid, command.number)
+            os.kill(self._pids[command.rank], command.number)
 
     def _fork(self, order: Fork) -> None:
         zygote = os.getpid()
@@ -169,8 +174,7 @@ class _Nursery:
     def _reap(self, rank: int, pidfd: int) -> None:
         """Kill the family before reaping its head, whose id nobody else can be given until then."""
         pid = self._pids.pop(rank)
-        with suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)
+        _kill_family(pid)
         _, status = os.waitpid(pid, 0)
         self._selector.unregister(pidfd)
         os.close(pidfd)
@@ -180,14 +184,19 @@ class _Nursery:
 
 
 def _run_rank(order: Fork, channel: Channel, zygote: int) -> NoReturn:
-    from tests.support.rank_process import run_rank
-
     try:
-        run_rank(order, channel, zygote)
+        importlib.import_module(_RANK_PROCESS).run_rank(order, channel, zygote)
     except BaseException:  # a fault of the bench, and this process must never go on as a second zygote
         traceback.print_exc()
     finally:
         os._exit(70)
+
+
+def _kill_family(pid: int) -> None:
+    """Kill a rank and whatever it started in its own process group."""
+    with suppress(ProcessLookupError):  # it has not come to lead a group yet
+        os.killpg(pid, signal.SIGKILL)
+    os.kill(pid, signal.SIGKILL)
 
 
 def _end_orphans() -> None:

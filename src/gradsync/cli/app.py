@@ -26,8 +26,6 @@ def _version(wanted: bool) -> None:
 # The callback also keeps `demo` a subcommand while it is the only one.
 @app.callback()
 def options(
-    version: bool = typer.Option(
-        False, "--version", callback=_version, is_eager=True, help="Show the version."
-    ),
+    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Show the version."),
 ) -> None:
     """Keeps the replicas of a PyTorch module in step."""

@@ -89,9 +89,7 @@ def train(job: Job, rank: int, report: Reporter) -> None:
     for step in range(1, job.steps + 1):
         began, waited = time.perf_counter(), gradsync.statistics(model).waited_seconds
         set_learning_rate(optimizer, learning_rate(job, step - 1))
-        batch = text.random_windows(
-            data.training, batch=job.batch, length=job.context + 1, generator=generator
-        )
+        batch = text.random_windows(data.training, batch=job.batch, length=job.context + 1, generator=generator)
         loss = next_character_loss(model, batch)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -119,9 +117,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 def validation_windows(held_out: Tensor, job: Job, rank: int) -> Tensor:
     """This rank's share of the held-out windows, which are the same in every run."""
-    count = (
-        max(VALIDATION_WINDOWS, job.ranks) // job.ranks * job.ranks
-    )  # equal shares: the mean of means is the mean
+    count = max(VALIDATION_WINDOWS, job.ranks) // job.ranks * job.ranks  # equal shares: the mean of means is the mean
     starts = torch.linspace(0, len(held_out) - job.context - 1, count).long()
     return text.windows(held_out, starts[rank :: job.ranks], job.context + 1)
 

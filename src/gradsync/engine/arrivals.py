@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Sequence
 
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 
 class Arrivals:
@@ -20,7 +21,7 @@ class Arrivals:
     gradient, through any number of backwards without synchronisation.
     """
 
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
+    def __init__(self, parameters: Sequence[Tensor], before: Callable[[int], None] | None = None) -> None:
         self.counts = [0] * len(parameters)
         self.order: list[int] = []
         self.dirty: set[int] = set()
@@ -28,8 +29,11 @@ class Arrivals:
         """Told of each arrival; None while synchronisation is off."""
         # Hooks hold this object weakly: a parameter may outlive its engine, and then they are removed.
         me = weakref.ref(self)
+        handles: list[RemovableHandle]
         handles = [p.register_post_accumulate_grad_hook(_hook(me, i)) for i, p in enumerate(parameters)]
-        self.disarm = weakref.finalize(self, lambda: [handle.remove() for handle in handles])
+        if before is not None:  # told of each arrival before autograd adds to `.grad`
+            handles += [p.register_hook(_before_hook(before, i)) for i, p in enumerate(parameters)]
+        self.disarm = weakref.finalize(self, _remove, handles)
 
     def arrived(self, index: int) -> None:
         self.dirty.add(index)
@@ -53,3 +57,12 @@ def _hook(arrivals: weakref.ref[Arrivals], index: int) -> Callable[[Tensor], Non
             alive.arrived(index)
 
     return arrived
+
+
+def _before_hook(before: Callable[[int], None], index: int) -> Callable[[Tensor], None]:
+    return lambda _: before(index)
+
+
+def _remove(handles: list[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()

@@ -31,9 +31,7 @@ class Bucket:
         self.data = self.buffer[: plan.numel]
         self.tail = self.buffer[plan.numel :]
         self.views = [
-            self.data.as_strided(
-                specs[p.index].shape, specs[p.index].stride, self.data.storage_offset() + p.offset
-            )
+            self.data.as_strided(specs[p.index].shape, specs[p.index].stride, self.data.storage_offset() + p.offset)
             for p in plan.places
         ]
         self._extra = extra
@@ -67,7 +65,5 @@ def fill(views: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
     """Copies gradients into their places: one multi-tensor call for all that are alike."""
     if not views:
         return
-    dense = [
-        gradient.to_dense() if gradient.layout is not torch.strided else gradient for gradient in gradients
-    ]
+    dense = [gradient.to_dense() if gradient.layout is not torch.strided else gradient for gradient in gradients]
     torch._foreach_copy_(list(views), dense)

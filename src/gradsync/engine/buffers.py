@@ -1,4 +1,4 @@
-"""Module buffers kept in step: every rank takes over rank 0's at the end of a round.
+"""Module buffers kept in step, by default by taking over rank 0's at the end of each round.
 
 Not in forward: there a rank that evaluates alone would wait for the others for ever, and several
 forwards before one backward would pay several times. After a round all ranks hold the same buffers,
@@ -7,24 +7,92 @@ so evaluation, saving and the next forward find them in step.
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from collections.abc import Callable
+from enum import Enum
 
+import torch
+from torch import Tensor, nn
+from torch.futures import Future
+
+from gradsync.options import Options
 from gradsync.transport.base import Transport
+
+BufferHook = Callable[[object, dict[str, Tensor]], "list[Future[object]] | None"]
+
+
+class BufferHookLocation(Enum):
+    """When a user's buffer hook runs. Names and values are torch's."""
+
+    PRE_FORWARD = 1
+    POST_FORWARD = 2
 
 
 class Buffers:
     """The buffers of one replicated module, looked up anew each time: modules replace them freely."""
 
     def __init__(
-        self, module: nn.Module, transport: Transport, ignored: frozenset[str] = frozenset()
+        self, module: nn.Module, transport: Transport, options: Options, ignored: frozenset[str] = frozenset()
     ) -> None:
         self._module = module
         self._transport = transport
+        self._options = options
         self._ignored = ignored
+        self._hook: tuple[object, BufferHook, BufferHookLocation] | None = None
+        self._stale = False  # a round closed since the last exchange before evaluation
 
     def named(self) -> list[tuple[str, Tensor]]:
         return [(name, buffer) for name, buffer in self._module.named_buffers() if name not in self._ignored]
 
-    def take_over(self, source: int = 0) -> None:
-        """Overwrites this rank's buffers with those of rank `source`."""
-        self._transport.broadcast([buffer for _, buffer in self.named()], source)
+    def register_hook(self, state: object, hook: BufferHook, location: BufferHookLocation) -> None:
+        """From now on `hook(state, {name: buffer})` does the work, around each training forward."""
+        self._hook = state, hook, location
+
+    # --- moments of a step -----------------------------------------------------------------------
+
+    def before_forward(self) -> None:
+        if self._options.buffers == "evaluation" and self._stale and not self._module.training:
+            self._stale = False
+            self.take_over()
+        self._run_hook(BufferHookLocation.PRE_FORWARD)
+
+    def after_forward(self) -> None:
+        self._run_hook(BufferHookLocation.POST_FORWARD)
+
+    def round_closed(self) -> None:
+        self._stale = True
+        if self._hook is not None:
+            return
+        if self._options.buffers == "round":
+            self.take_over()
+        elif self._options.buffers == "average":
+            self._average()
+
+    # --- inside ----------------------------------------------------------------------------------
+
+    def take_over(self) -> None:
+        """Overwrites this rank's buffers with those of the source rank, rank 0 unless chosen otherwise."""
+        self._transport.broadcast([buffer for _, buffer in self.named()], self._options.buffers_from)
+
+    def _average(self) -> None:
+        """Floating buffers become their mean; counters and the like are taken over from the source rank."""
+        named = self.named()
+        rest = [buffer for _, buffer in named if not buffer.is_floating_point()]
+        self._transport.broadcast(rest, self._options.buffers_from)
+        by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        for _, buffer in named:
+            if buffer.is_floating_point() and buffer.numel():
+                by_kind.setdefault((buffer.dtype, buffer.device), []).append(buffer)
+        for group in by_kind.values():
+            flat = torch.cat([buffer.detach().reshape(-1) for buffer in group])
+            self._transport.reduce(flat, 1 / self._transport.size).wait()
+            for buffer, mean in zip(group, flat.split([b.numel() for b in group]), strict=True):
+                buffer.data.copy_(mean.view(buffer.shape))
+
+    def _run_hook(self, location: BufferHookLocation) -> None:
+        if self._hook is None or self._hook[2] is not location or not self._module.training:
+            return
+        state, hook, _ = self._hook
+        named = dict(self.named())
+        if named:
+            for future in hook(state, named) or ():
+                future.wait()

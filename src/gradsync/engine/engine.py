@@ -7,56 +7,81 @@ fronts, `replicate` and `DistributedDataParallel`, make one of these and add not
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 
+import torch
 from torch import Tensor, nn
 
 from gradsync import _torch
 from gradsync.engine.buffers import Buffers
 from gradsync.engine.outputs import tensors_in
-from gradsync.engine.plan import Spec, gradient_stride
 from gradsync.engine.reducer import Reducer
-from gradsync.guard.start import check_module, check_same_model
+from gradsync.engine.roster import Roster
+from gradsync.errors import InvalidOptionError, RosterChangedError
+from gradsync.guard import unsynchronised
+from gradsync.guard.start import check_module, check_same_model, list_differences
 from gradsync.observe.statistics import Statistics
 from gradsync.options import Options
 from gradsync.transport.base import Transport
+
+_serials = itertools.count()
 
 
 class Engine:
     """Keeps the replicas of `module` in step over `transport`."""
 
-    def __init__(self, module: nn.Module, transport: Transport, options: Options) -> None:
+    def __init__(
+        self, module: nn.Module, transport: Transport, options: Options, ignored: frozenset[str] = frozenset()
+    ) -> None:
+        check_module({n: p for n, p in module.named_parameters() if n not in ignored})
+        self.module = module
         self.transport = transport
         self.options = options
+        self.ignored = ignored
         self.statistics = Statistics()
-        named = dict(module.named_parameters())
-        check_module(named)
-        self.names = [name for name, p in named.items() if p.requires_grad]
-        self.parameters = [named[name] for name in self.names]
-        self.buffers = Buffers(module, transport)
-        self._start(named, module)
-        self._reducer = Reducer(self.parameters, self._specs(module), transport, options)
-        self._reducer.recorder = self.statistics.record
-        if options.buffers == "round" and self.buffers.named():
-            self._reducer.at_close = self.buffers.take_over
-        self._handles = [
-            module.register_forward_pre_hook(self._before_forward),
-            module.register_forward_hook(self._after_forward),
-        ]
+        self.roster = Roster(module, ignored)
+        self.buffers = Buffers(module, transport, options, ignored)
+        self._serial = next(_serials)
+        self._generation = 0
+        self._start()
+        self.reducer = Reducer(self.roster.parameters, self.roster.specs(), transport, options)
+        self.reducer.recorder = self.statistics.record
+        self.reducer.at_open = self._round_opens
+        self.reducer.at_close = self.buffers.round_closed
+        unsynchronised.watch(self.reducer)
+
+    # --- a step, as the fronts drive it ----------------------------------------------------------
+
+    def before_forward(self) -> None:
+        if _torch.current_graph_task() == _torch.NO_GRAPH_TASK:  # not a recomputation inside backward
+            self.reducer.forward_begins()
+        self.buffers.before_forward()
+
+    def after_forward(self, output: object) -> None:
+        """Puts a hook on the outputs: backward passes it first, in the outermost backward."""
+        self.buffers.after_forward()
+        if torch.is_grad_enabled():
+            for tensor in tensors_in(output):
+                if tensor.requires_grad and not tensor.is_leaf:
+                    tensor.register_hook(self._output_reached)
+
+    def _output_reached(self, gradient: Tensor) -> None:
+        self.reducer.output_reached()
 
     # --- what the fronts offer -------------------------------------------------------------------
 
     @property
     def synchronising(self) -> bool:
-        return self._reducer.synchronising
+        return self.reducer.synchronising
 
     @synchronising.setter
     def synchronising(self, flag: bool) -> None:
-        self._reducer.synchronise(flag)
+        self.reducer.synchronise(flag)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside only accumulate; the next one outside synchronises all of it."""
         before = self.synchronising
         self.synchronising = False
         try:
@@ -64,42 +89,55 @@ class Engine:
         finally:
             self.synchronising = before
 
+    def set_round_weight(self, weight: float) -> None:
+        if not 0 <= weight < float("inf"):
+            raise InvalidOptionError(f"a round's weight must be a finite number from 0 on, but is {weight}")
+        if self.options.reduce != "mean":
+            raise InvalidOptionError(f"weights are for reduce='mean'; here it is {self.options.reduce!r}")
+        self.reducer.weight = float(weight)
+
+    def promise_static_graph(self) -> None:
+        self.options = self.reducer.options = replace(self.options, static_graph=True)
+
     def disarm(self) -> None:
         """Leaves the module as if it had never been replicated."""
-        self._reducer.disarm()
-        for handle in self._handles:
-            handle.remove()
+        self.reducer.disarm()
 
     # --- inside ----------------------------------------------------------------------------------
 
-    def _start(self, named: dict[str, nn.Parameter], module: nn.Module) -> None:
+    def _start(self) -> None:
         """All ranks begin with rank 0's values, after it is certain that they hold the same model."""
-        if self.options.init_sync:
-            check_same_model(named, dict(self.buffers.named()), self.transport)
-            self.transport.broadcast([p.detach() for p in named.values()], source=0)
-            self.buffers.take_over()
+        if not self.options.init_sync:
+            return
+        parameters = {entry.name: entry.parameter for entry in self.roster.entries}
+        buffers = dict(self.buffers.named())
+        self._serial = check_same_model(parameters, buffers, self.transport, self._serial)
+        self.transport.broadcast([p.detach() for p in parameters.values()], source=0)
+        if self.options.init_sync_buffers:
+            self.transport.broadcast(list(buffers.values()), source=0)
 
-    def _specs(self, module: nn.Module) -> list[Spec]:
-        sparse = _sparse_parameters(module)
-        return [
-            Spec(name, tuple(p.shape), gradient_stride(p), p.dtype, p.device, p in sparse)
-            for name, p in zip(self.names, self.parameters, strict=True)
-        ]
-
-    def _before_forward(self, module: nn.Module, args: object) -> None:
-        if _torch.current_graph_task() == _torch.NO_GRAPH_TASK:
-            self._reducer.abandon()
-
-    def _after_forward(self, module: nn.Module, args: object, output: object) -> None:
-        for tensor in tensors_in(output):
-            if tensor.requires_grad and not tensor.is_leaf:
-                tensor.register_hook(self._output_reached)
-
-    def _output_reached(self, gradient: Tensor) -> None:
-        self._reducer.output_reached()
-
-
-def _sparse_parameters(module: nn.Module) -> set[Tensor]:
-    """Parameters whose gradients are sparse: those of embeddings made with `sparse=True`."""
-    tables = (m for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse)
-    return {table.weight for table in tables}
+    def _round_opens(self) -> bool:
+        """Whether the managed parameters are others than before; then the reducer has the new ones."""
+        if not self.roster.changed():
+            return False
+        before = self.roster.describe()
+        self.roster.refresh(self.transport.rank)
+        self._generation += 1
+        topic = f"roster/{self._serial}/{self._generation}"
+        try:
+            described = self.transport.agree(topic, self.roster.describe())
+        except TimeoutError as silent:
+            raise RosterChangedError(
+                f"rank {self.transport.rank}: parameters were frozen, unfrozen, converted or replaced here, but "
+                f"not on every rank: {silent}. Here:\n{list_differences(before, self.roster.describe(), 'now')}\n"
+                "Make the same change on all ranks before the same backward."
+            ) from None
+        if len(set(described)) > 1:
+            other = next(rank for rank, text in enumerate(described) if text != described[0])
+            raise RosterChangedError(
+                f"rank {self.transport.rank}: parameters were frozen, unfrozen, converted or replaced in different "
+                f"ways on different ranks:\n{list_differences(described[0], described[other], f'on rank {other}')}\n"
+                "Make the same change on all ranks."
+            )
+        self.reducer.replace_parameters(self.roster.parameters, self.roster.specs())
+        return True

@@ -128,6 +128,14 @@ def _device(specs: Sequence[Spec]) -> torch.device:
     return specs[0].device if specs else torch.device("cpu")
 
 
+def delay(order: Sequence[int], specs: Sequence[Spec], delayed: Sequence[str], until: str | None) -> list[int]:
+    """The order with the delayed parameters taken out of their places and put behind `until`."""
+    late = [index for index, spec in enumerate(specs) if spec.name in delayed]
+    kept = [index for index in _complete(order, len(specs)) if index not in late] if late else list(order)
+    anchor = next((at for at, index in enumerate(kept) if specs[index].name == until), len(kept) - 1)
+    return [*kept[: anchor + 1], *late, *kept[anchor + 1 :]]
+
+
 def _complete(order: Sequence[int], count: int) -> list[int]:
     seen = set(order)
     return [*order, *(index for index in reversed(range(count)) if index not in seen)]

@@ -31,7 +31,7 @@ from gradsync import _torch
 from gradsync.engine.arrivals import Arrivals
 from gradsync.engine.backward import Backward, accumulates
 from gradsync.engine.bucket import Bucket, fill
-from gradsync.engine.plan import Plan, Spec, make_plan
+from gradsync.engine.plan import Plan, Spec, delay, make_plan
 from gradsync.errors import UnfinishedRoundError
 from gradsync.events import BucketLaunched, Recorder, RoundClosed
 from gradsync.options import Options
@@ -73,25 +73,32 @@ class Reducer:
         self, parameters: Sequence[Tensor], specs: Sequence[Spec], transport: Transport, options: Options
     ) -> None:
         self.phase = Phase.IDLE
-        self.plan: Plan | None = None
         self.rounds = 0
         self.weight = 1.0
         """This rank's share in the mean, for the next round only."""
         self.recorder: Recorder | None = None
+        self.at_open: Callable[[], bool] | None = None
+        """Called when a round opens; True if it replaced the parameters. May raise."""
         self.at_close: Callable[[], None] | None = None
         """Called at the end of each round, on all ranks alike: it may communicate."""
-        self._parameters = list(parameters)
-        self._specs = list(specs)
         self._transport = transport
-        self._options = options
-        self._arrivals = Arrivals(self._parameters)
-        self._backward = Backward(at_end=self._close)
-        self._expected = [0] * len(self._parameters)
-        self._buckets: list[Bucket] = []
-        self._bucket_of = [-1] * len(self._parameters)
+        self.options = options
         self._weight_unit = 1.0
         self._round: Round | None = None
+        self._unfinished: UnfinishedRoundError | None = None
+        self._backward = Backward(at_end=self._close)
+        self._begin_with(parameters, specs)
         self.synchronise(True)
+
+    def _begin_with(self, parameters: Sequence[Tensor], specs: Sequence[Spec]) -> None:
+        self.parameters = list(parameters)
+        self.specs = list(specs)
+        self.plan: Plan | None = None
+        self.buckets: list[Bucket] = []
+        self._bucket_of = [-1] * len(self.parameters)
+        self._expected = [0] * len(self.parameters)
+        share = self._share_out if self.options.reduce == "sum" else None
+        self._arrivals = Arrivals(self.parameters, before=share)
 
     # --- what the engine calls -----------------------------------------------------------------
 
@@ -108,18 +115,51 @@ class Reducer:
         """Parameters with gradients that were never synchronised."""
         return self._arrivals.dirty
 
+    @property
+    def open(self) -> bool:
+        """Whether a round is under way, or was left by a backward that raised."""
+        return self._round is not None
+
+    def name_dirty(self, among: set[int]) -> list[str]:
+        """Names of dirty parameters with these ids; those whose gradient was thrown away are not."""
+        found = [i for i in self.dirty if id(self.parameters[i]) in among]
+        return [self.specs[i].name for i in sorted(found) if self.parameters[i].grad is not None]
+
+    @property
+    def rank(self) -> int:
+        return self._transport.rank
+
+    @property
+    def size(self) -> int:
+        return self._transport.size
+
+    def forward_begins(self) -> None:
+        """Ends what an earlier backward left: forgets a round whose backward raised; reports what was strict."""
+        if self._round is not None:
+            for flight in self._round.launched:
+                flight.work.wait()
+            self._forget_round()
+        if self._unfinished is not None:
+            unfinished, self._unfinished = self._unfinished, None
+            raise unfinished
+
     def output_reached(self) -> None:
         """Backward came to an output of the module: the first sign of a round."""
-        if self.synchronising and (self._round is not None or accumulates(self._parameters)):
+        if self.synchronising and (self._round is not None or accumulates(self.parameters)):
             self._enter()
 
-    def abandon(self) -> None:
-        """Forgets a round whose backward raised. Called when a new forward shows that it is over."""
-        if self._round is None:
-            return
-        for flight in self._round.launched:
-            flight.work.wait()
-        self._forget_round()
+    def replace_parameters(self, parameters: Sequence[Tensor], specs: Sequence[Spec]) -> None:
+        """Goes on with other parameters, or with the same ones changed; learns them anew."""
+        known = {id(parameter) for parameter in self.parameters}
+        dirty = {id(self.parameters[index]) for index in self.dirty}
+        synchronising = self.synchronising
+        self._arrivals.disarm()
+        self._begin_with(parameters, specs)
+        self.synchronise(synchronising)
+        # A parameter that nobody listened to until now may have a gradient that nobody saw arrive.
+        for index, parameter in enumerate(self.parameters):
+            if parameter.grad is not None and (id(parameter) in dirty or id(parameter) not in known):
+                self.dirty.add(index)
 
     def disarm(self) -> None:
         """Takes the hooks off the parameters."""
@@ -132,6 +172,8 @@ class Reducer:
         number = self._bucket_of[index]
         if number < 0:  # no plan yet, or a sparse gradient, which travels at the end
             return
+        if self._strict and self._arrivals.counts[index] > 1:
+            raise self._ready_twice(index)
         if number < len(opened.launched):
             opened.late.add(index)
             return
@@ -142,71 +184,84 @@ class Reducer:
 
     def _enter(self) -> Round:
         """Opens a round, or notes that one more backward, a nested one or its parent, takes part."""
-        self._backward.enter()
         if self._round is None:
+            if self.at_open is not None:
+                self.at_open()
             self._round = Round(self.rounds, time.perf_counter(), self._count_missing())
             self.phase = Phase.OPEN
+        self._backward.enter()
         return self._round
 
     def _count_missing(self) -> list[int]:
-        return [sum(self._expected[p.index] > 0 for p in b.plan.places) for b in self._buckets]
+        return [sum(self._expected[p.index] > 0 for p in b.plan.places) for b in self.buckets]
+
+    def _share_out(self, index: int) -> None:
+        """Before a sum grows by another backward: each rank keeps its share of what all have in common.
+
+        `.grad` holds an earlier round's sum, the same everywhere. The next round adds up all ranks'
+        `.grad`, so each may bring only 1/N of it. (A mean needs no such care.)
+        """
+        gradient = self.parameters[index].grad
+        if index not in self.dirty and gradient is not None:
+            with torch.no_grad():
+                gradient.div_(self._transport.size)
 
     # --- during backward -----------------------------------------------------------------------
 
     def _launch_ready(self, opened: Round, arrived: int) -> None:
-        last = len(self._buckets) - 1
+        last = len(self.buckets) - 1
         while len(opened.launched) < last and opened.missing[len(opened.launched)] == 0:
             following = len(opened.launched)
             # A user's hook that runs after ours on this parameter wants to see its `.grad`;
             # launching takes it away, so wait for the next arrival.
-            if self._bucket_of[arrived] == following and _torch.other_hooks_follow(self._parameters[arrived]):
+            if self._bucket_of[arrived] == following and _torch.other_hooks_follow(self.parameters[arrived]):
                 return
             self._launch(opened, following)
             opened.overlapped += 1
 
+    @torch.no_grad()
     def _launch(self, opened: Round, number: int, extra: Sequence[bool] = ()) -> None:
-        bucket = self._buckets[number]
-        dirty, summing = self._arrivals.dirty, self._options.reduce == "sum"
+        """Collects a bucket's gradients and hands it to the transport."""
+        bucket = self.buckets[number]
+        dirty, summing = self.dirty, self.options.reduce == "sum"
         views, gradients, empty, shared = [], [], [], []
         used: list[bool] = []
         held: list[Tensor | None] = []
         for place, view in zip(bucket.plan.places, bucket.views, strict=True):
-            parameter = self._parameters[place.index]
+            parameter = self.parameters[place.index]
             gradient = parameter.grad
             is_used = gradient is not None and place.index in dirty
             used.append(is_used)
             # A gradient that the view replaces is let go at once: memory for one set is enough.
-            held.append(None if is_used and self._options.gradient_as_bucket_view else gradient)
+            held.append(None if is_used and self.options.gradient_as_bucket_view else gradient)
             if gradient is None:
                 empty.append(view)
             elif gradient is not view:
                 views.append(view)
                 gradients.append(gradient)
             if summing and gradient is not None and not is_used:
-                shared.append(view)
+                shared.append(view)  # as in `_share_out`
             parameter.grad = None
         fill(views, gradients)
         if empty:
             torch._foreach_zero_(empty)
-        if shared:  # an earlier round's sum, the same everywhere: each rank brings its share of it
+        if shared:
             torch._foreach_div_(shared, self._transport.size)
         bucket.write_tail(used, extra)
         work = self._transport.reduce(bucket.buffer, self._scale())
         opened.launched.append(InFlight(bucket, work, used, held))
         if self.recorder is not None:
             overlapped = self.phase is Phase.OPEN
-            launched = BucketLaunched(
-                opened.number, number, bucket.plan.nbytes, time.perf_counter(), overlapped
-            )
-            self.recorder(launched)
+            self.recorder(BucketLaunched(opened.number, number, bucket.plan.nbytes, time.perf_counter(), overlapped))
 
     def _scale(self) -> float:
-        if self._options.reduce == "sum":
+        if self.options.reduce == "sum":
             return 1.0
         return self.weight / (self._weight_unit * self._transport.size)
 
     # --- the end of backward -------------------------------------------------------------------
 
+    @torch.no_grad()
     def _close(self) -> None:
         opened = self._round
         assert opened is not None
@@ -242,27 +297,26 @@ class Reducer:
     def _make_plan(self) -> None:
         """Agrees on rank 0's order of arrival, and lays out the buckets by it."""
         order = self._arrivals.order
-        count = len(self._parameters)
-        message = torch.tensor(
-            [len(order), *order] + [0] * (count - len(order)), device=self._specs[0].device
-        )
+        count = len(self.parameters)
+        message = torch.tensor([len(order), *order] + [0] * (count - len(order)), device=self.specs[0].device)
         self._transport.broadcast([message], source=0)
         length, *order = message.tolist()
-        self.plan = make_plan(self._specs, order[:length], self._options.bucket_caps)
+        order = delay(order[:length], self.specs, self.options.delayed, self.options.delayed_until)
+        self.plan = make_plan(self.specs, order, self.options.bucket_caps)
         last = len(self.plan.buckets) - 1
         for number, planned in enumerate(self.plan.buckets):
-            extra = 1 + len(self.plan.sparse) if number == last else 0
-            self._buckets.append(Bucket(planned, self._specs, self._transport, extra))
+            extra = 2 + len(self.plan.sparse) if number == last else 0
+            self.buckets.append(Bucket(planned, self.specs, self._transport, extra))
             for place in planned.places:
                 self._bucket_of[place.index] = number
 
     def _take_gradient(self, index: int) -> Tensor:
-        parameter = self._parameters[index]
+        parameter = self.parameters[index]
         gradient = parameter.grad
         if gradient is None:
             raise UnfinishedRoundError(
-                f"rank {self._transport.rank}: the gradient of '{self._specs[index].name}' was removed "
-                "during backward. Call zero_grad() before or after backward, not inside a hook."
+                f"rank {self.rank}: the gradient of '{self.specs[index].name}' was removed during backward. "
+                "Call zero_grad() before or after backward, not inside a hook."
             )
         parameter.grad = None
         return gradient
@@ -270,11 +324,12 @@ class Reducer:
     def _reduce_rest(self, opened: Round, late: bool) -> float:
         """Launches what is left, then waits for and delivers each bucket; returns the time waited."""
         assert self.plan is not None
-        last = len(self._buckets) - 1
+        last = len(self.buckets) - 1
         for number in range(len(opened.launched), last):
             self._launch(opened, number)
-        sparse_used = [index in self._arrivals.dirty for index in self.plan.sparse]
-        self._launch(opened, last, extra=[late, *sparse_used])
+        sparse_used = [self._has_gradient(index) for index in self.plan.sparse]
+        incomplete = self._strict and len(self._arrivals.order) < len(self.parameters)
+        self._launch(opened, last, extra=[late, incomplete, *sparse_used])
         waited = 0.0
         for flight in opened.launched:
             began = time.perf_counter()
@@ -283,64 +338,77 @@ class Reducer:
             self._deliver(flight)
         return waited
 
+    def _has_gradient(self, index: int) -> bool:
+        return index in self.dirty and self.parameters[index].grad is not None
+
     def _deliver(self, flight: InFlight) -> None:
-        bucket, keep = flight.bucket, not self._options.gradient_as_bucket_view
+        """Gives every parameter of the bucket its reduced gradient."""
+        bucket, keep = flight.bucket, not self.options.gradient_as_bucket_view
         self._divide(bucket)
-        used = flight.used if all(flight.used) else bucket.read_usage()
+        used = flight.used if all(flight.used) and self.weight > 0 else bucket.read_usage()
         targets, sources = [], []
         rows = zip(bucket.plan.places, bucket.views, flight.held, used, strict=True)
         for place, view, held, is_used in rows:
             if not is_used:
                 gradient = held  # nobody used it: as it was, and None stays None
             elif keep:
-                gradient = torch.empty_like(view) if held is None or held is view else held
+                gradient = torch.empty_like(view) if held is None or held is view else held.detach()
                 targets.append(gradient)
                 sources.append(view)
             else:
                 gradient = view
-            self._parameters[place.index].grad = gradient
+            self.parameters[place.index].grad = gradient
         fill(targets, sources)
 
     def _divide(self, bucket: Bucket) -> None:
         """Makes the weighted sum a mean. With equal weights the sum of scales is 1 already."""
-        if self._options.reduce == "sum":
-            return
-        weight = bucket.read_weight()
-        tolerance = self._transport.size * torch.finfo(bucket.plan.dtype).eps
-        if abs(weight - 1) > tolerance:
+        weight = self._weight_of(bucket)
+        if weight != 1:
             bucket.data.div_(weight) if weight > 0 else bucket.data.zero_()
+
+    def _weight_of(self, bucket: Bucket) -> float:
+        """The ranks' scales added up: 1, not nearly 1, if they only differ from it by rounding."""
+        if self.options.reduce == "sum":
+            return 1.0
+        weight = bucket.read_weight()
+        rounding = self._transport.size * torch.finfo(bucket.plan.dtype).eps
+        return 1.0 if abs(weight - 1) <= rounding else weight
 
     def _finish(self, opened: Round, late: dict[int, Tensor]) -> bool:
         """Sparse gradients, and the second pass if any rank asked for one."""
         assert self.plan is not None
         last = opened.launched[-1].bucket
-        any_late, *sparse_used = last.read_extra()
-        weight = last.read_weight() if self._options.reduce == "mean" else 1.0
+        any_late, incomplete, *sparse_used = last.read_extra()
+        weight = self._weight_of(last)
         for index, used in zip(self.plan.sparse, sparse_used, strict=True):
             if used:
                 self._reduce_sparse(index, weight)
         if any_late:
             self._second_pass(late)
+        if incomplete:
+            self._unfinished = self._not_all_used()
         if weight > 0:  # the next round's weights are measured in units of this one's mean
             self._weight_unit *= weight
         for index, count in enumerate(self._arrivals.counts):
-            self._expected[index] = max(self._expected[index], count)
+            if count > self._expected[index]:
+                self._expected[index] = count
         return any_late
 
     def _reduce_sparse(self, index: int, weight: float) -> None:
-        parameter = self._parameters[index]
+        parameter = self.parameters[index]
         gradient = parameter.grad
         if gradient is None:
             gradient = torch.zeros_like(parameter).to_sparse(1)
         elif gradient.layout is not torch.sparse_coo:
             gradient = gradient.to_sparse(1)
-        parameter.grad = self._transport.reduce_sparse(gradient, self._scale() / weight).result()
+        scale = self._scale() / weight if weight > 0 else 0.0
+        parameter.grad = self._transport.reduce_sparse(gradient, scale).result()
 
     def _second_pass(self, late: dict[int, Tensor]) -> None:
         """Carries gradients that arrived after their bucket had left, and adds them to the result."""
         assert self.plan is not None
         for planned in self.plan.buckets:
-            bucket = Bucket(planned, self._specs, self._transport)
+            bucket = Bucket(planned, self.specs, self._transport)
             used = [place.index in late for place in planned.places]
             rows = zip(planned.places, bucket.views, used, strict=True)
             views = [view for _, view, is_used in rows if is_used]
@@ -349,7 +417,7 @@ class Reducer:
             self._transport.reduce(bucket.buffer, self._scale()).wait()
             self._divide(bucket)
             for place, view, is_used in zip(planned.places, bucket.views, bucket.read_usage(), strict=True):
-                parameter = self._parameters[place.index]
+                parameter = self.parameters[place.index]
                 if is_used and parameter.grad is not None:
                     parameter.grad.add_(view)
                 elif is_used:
@@ -361,3 +429,28 @@ class Reducer:
         self._round = None
         self.weight = 1.0
         self.phase = Phase.IDLE
+
+    # --- torch's strictness, for those who ask for it ------------------------------------------
+
+    @property
+    def _strict(self) -> bool:
+        return self.options.find_unused_parameters is False and not self.options.static_graph
+
+    def _not_all_used(self) -> UnfinishedRoundError:
+        missing = [i for i in range(len(self.parameters)) if i not in self._arrivals.order]
+        names = ", ".join(f"'{self.specs[i].name}' (index {i})" for i in missing[:5])
+        here = f"here {names}{' and more' if len(missing) > 5 else ''}" if missing else "on another rank"
+        return UnfinishedRoundError(
+            "Expected to have finished reduction in the prior iteration before starting a new one. "
+            f"rank {self.rank}: parameters did not receive a gradient in round {self.rounds}: {here}. "
+            "find_unused_parameters=False was given, which makes this an error; leave the argument out and "
+            "parameters may be used or not."
+        )
+
+    def _ready_twice(self, index: int) -> UnfinishedRoundError:
+        return UnfinishedRoundError(
+            f"Expected to mark a variable ready only once. rank {self.rank}: Parameter at index {index} with "
+            f"name {self.specs[index].name} received a gradient more than once in one backward, as happens with "
+            "reentrant checkpointing. find_unused_parameters=False was given, which makes this an error; leave "
+            "the argument out and it is right."
+        )

@@ -36,18 +36,18 @@ def check_module(parameters: Mapping[str, nn.Parameter]) -> None:
 
 
 def check_same_model(
-    parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor], transport: Transport
-) -> None:
+    parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor], transport: Transport, serial: int
+) -> int:
     """Compares names, shapes, dtypes, strides and `requires_grad` over all ranks.
 
-    One small exchange of digests; only if they differ are the descriptions themselves exchanged,
+    Returns rank 0's `serial`, a number by which all ranks can call this replicated module. One small exchange of digests; only if they differ are the descriptions themselves exchanged,
     so that every rank can raise the same error.
     """
     mine = _describe(parameters, buffers)
     digest = int.from_bytes(hashlib.sha256("\n".join(mine).encode()).digest()[:7], "big")
-    digests = [row[0] for row in transport.gather([digest])]
-    if len(set(digests)) == 1:
-        return
+    rows = transport.gather([digest, serial])
+    if len({row[0] for row in rows}) == 1:
+        return rows[0][1]
     described = transport.gather_text("\n".join(mine))
     raise ModelMismatchError(_differences([text.split("\n") for text in described], transport.rank))
 
@@ -67,25 +67,33 @@ def _differences(described: list[list[str]], rank: int) -> str:
     lines = []
     for other, rows in enumerate(described[1:], start=1):
         if rows != described[0]:
-            lines += _differences_of(described[0], rows, other)
-    more = len(lines) - _SHOWN
-    text = "\n".join(f"  {line}" for line in lines[:_SHOWN]) + (f"\n  and {more} more" if more > 0 else "")
+            lines += _compare(described[0], rows, f"on rank {other}")
     return (
         f"rank {rank}: the ranks hold different models, so their gradients can't be averaged. DDP expects same "
-        f"model across all ranks. Differences from rank 0:\n{text}\n"
+        f"model across all ranks. Differences from rank 0:\n{_shown(lines)}\n"
         "Build the module from the same configuration on every rank."
     )
 
 
-def _differences_of(first: list[str], rows: list[str], other: int) -> list[str]:
+def list_differences(first: str, second: str, where: str) -> str:
+    """What differs between two texts with a line `name: description` for each parameter."""
+    return _shown(_compare(first.split("\n"), second.split("\n"), where))
+
+
+def _compare(first: list[str], second: list[str], where: str) -> list[str]:
     ours = dict(row.split(": ", 1) for row in first if row)
-    theirs = dict(row.split(": ", 1) for row in rows if row)
+    theirs = dict(row.split(": ", 1) for row in second if row)
     found = []
     for name in [*ours, *(name for name in theirs if name not in ours)]:
         if name not in theirs:
-            found.append(f"'{name}' is missing on rank {other} (rank 0: {ours[name]})")
+            found.append(f"'{name}' is missing {where} (elsewhere: {ours[name]})")
         elif name not in ours:
-            found.append(f"'{name}' exists on rank {other} only ({theirs[name]})")
+            found.append(f"'{name}' exists only {where} ({theirs[name]})")
         elif ours[name] != theirs[name]:
-            found.append(f"'{name}' is {theirs[name]} on rank {other}, {ours[name]} on rank 0")
-    return found or [f"rank {other} registers the same parameters in another order"]
+            found.append(f"'{name}' is {theirs[name]} {where}, but {ours[name]} elsewhere")
+    return found or [f"the same parameters in another order {where}"]
+
+
+def _shown(lines: list[str]) -> str:
+    more = len(lines) - _SHOWN
+    return "\n".join(f"  {line}" for line in lines[:_SHOWN]) + (f"\n  and {more} more" if more > 0 else "")

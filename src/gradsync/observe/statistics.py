@@ -22,6 +22,9 @@ class Statistics:
     corrected_rounds: int = 0
     """Rounds that needed a second pass for gradients that came after their bucket had left."""
 
+    hook: str = ""
+    """The communication hook, if one is registered."""
+
     def record(self, event: Event) -> None:
         if isinstance(event, RoundClosed):
             self.rounds += 1

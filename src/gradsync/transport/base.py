@@ -54,3 +54,10 @@ class Transport(Protocol):
 
     def gather_text(self, text: str) -> list[str]:
         """Every rank's text, of any length."""
+
+    def agree(self, topic: str, text: str) -> list[str]:
+        """Every rank's text on a topic, exchanged beside the collectives.
+
+        For what some ranks may not know of: those that never bring up the topic are named in a
+        `TimeoutError`, where a collective would get entangled with theirs.
+        """

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gradsync import _torch
 from gradsync.transport.base import SparseWork, Work
 
 # Tensors are broadcast in blocks of about this size: few collectives, little extra memory.
@@ -30,7 +32,9 @@ class ProcessGroupTransport:
 
     def reduce(self, buffer: Tensor, scale: float) -> Work:
         # Scaled before the sum, not after: a sum of float16 gradients overflows easily.
-        if scale != 1:
+        if scale == 0:
+            buffer.zero_()  # not multiplied: a rank without data may well have computed NaN
+        elif scale != 1:
             buffer.mul_(scale)
         if self.size == 1:
             return _Done()
@@ -38,7 +42,7 @@ class ProcessGroupTransport:
         return _InFlight(dist.all_reduce(buffer, group=self.group, async_op=True), buffer)
 
     def reduce_sparse(self, gradient: Tensor, scale: float) -> SparseWork:
-        gradient = (gradient * scale).coalesce()
+        gradient = (gradient * scale if scale else torch.zeros_like(gradient)).coalesce()
         if self.size == 1:
             return _SparseDone(gradient)
         counts = [row[0] for row in self.gather([gradient._nnz()])]
@@ -69,10 +73,24 @@ class ProcessGroupTransport:
         dist.all_gather_object(texts, text, group=self.group)
         return texts
 
+    def agree(self, topic: str, text: str) -> list[str]:
+        store = _torch.store_of(self.group)
+        keys = [f"gradsync/{topic}/{rank}" for rank in range(self.size)]
+        store.set(keys[self.rank], text)
+        silent: list[int] = []
+        for rank, key in enumerate(keys):
+            try:  # the store's own time limit counts for the first silent rank, none for the others
+                store.wait([key], *([timedelta(milliseconds=10)] if silent else []))
+            except RuntimeError:
+                silent.append(rank)
+        if silent:
+            raise TimeoutError(f"no word from rank {', '.join(map(str, silent))}")
+        return [store.get(key).decode() for key in keys]
+
     def _device(self) -> torch.device:
         """Where the group wants small tensors: NCCL only knows GPUs, gloo prefers the CPU."""
-        devices = {device.type for device in self.group._device_types}
-        return torch.device("cpu") if "cpu" in devices or not devices else torch.device(sorted(devices)[0])
+        types = sorted(device.type for device in _torch.device_types(self.group))
+        return torch.device("cpu" if "cpu" in types or not types else types[0])
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,61 @@
+"""What both fronts offer on a replicated module, and how to find its engine."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from torch import nn
+
+from gradsync import contract
+from gradsync.engine.engine import Engine
+from gradsync.observe.statistics import Statistics
+
+API = "replicate"
+
+
+class Replica:
+    """Methods of a replicated module, by either front."""
+
+    @property
+    def _engine(self) -> Engine:
+        assert isinstance(self, nn.Module)
+        return engine_of(self)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside only accumulate; the next one outside synchronises all of it.
+
+        What counts is where `backward` is called; forward may be inside or outside.
+        """
+        with self._engine.no_sync():
+            yield
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
+        """Whether backwards from now on synchronise: `no_sync` without the indentation."""
+        self._engine.synchronising = requires_gradient_sync
+
+    def set_round_weight(self, weight: float) -> None:
+        """How much this rank counts in the next round's mean: its number of samples or tokens, say.
+
+        Call it before backward, on every rank. The gradient is then that of the mean over all
+        samples of all ranks if each rank's loss is the mean over its own. A weight of 0 takes part
+        and changes nothing. After the round the weight is 1 again.
+        """
+        self._engine.set_round_weight(weight)
+
+
+def engine_of(module: nn.Module) -> Engine:
+    """The engine of a replicated module, also behind `torch.compile`'s wrapper."""
+    engine = contract.state_of(getattr(module, "_orig_mod", module), API)
+    if not isinstance(engine, Engine):
+        raise TypeError(
+            f"{type(module).__name__} is not replicated. Call gradsync.replicate(module) first, or pass the "
+            "module it was called on rather than a submodule."
+        )
+    return engine
+
+
+def statistics(module: nn.Module) -> Statistics:
+    """What the rounds of a replicated module have cost so far."""
+    return engine_of(module).statistics

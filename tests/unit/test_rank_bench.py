@@ -1,0 +1,395 @@
+"""The bench itself: what it returns, what it shows when ranks fail, and that it leaves nothing behind."""
+
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support import kernel
+from tests.support.leaks import belongings, find_leaks
+from tests.support.outcome import End, RankFailure
+from tests.support.ranks import Ranks
+from tests.support.stack import read_stack
+
+GONE = ("ended", "ended, not reaped")
+
+# Bodies, which run on the ranks.
+
+
+def sum_of_ranks(scale: float = 1.0) -> torch.Tensor:
+    total = torch.tensor([scale * dist.get_rank()])
+    dist.all_reduce(total)
+    return total
+
+
+def own_surroundings() -> dict[str, Any]:
+    return {
+        "rank": os.environ["RANK"],
+        "world": os.environ["WORLD_SIZE"],
+        "initialized": dist.is_initialized(),
+        "threads": torch.get_num_threads(),
+        "random": torch.rand(1).item(),
+        "chosen": os.environ.get("GRADSYNC_TEST_CHOICE"),
+        "tmp": tempfile.gettempdir(),
+        "leader": os.getsid(0) == os.getpid(),
+    }
+
+
+def make_own_group() -> int:
+    dist.init_process_group("gloo")
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return int(total.item())
+
+
+def misbehave(how: str, seconds: float = 60.0) -> str:
+    """Rank 1 misbehaves; the others wait for it in an all-reduce."""
+    if dist.get_rank() == 1:
+        print("about to", how, flush=True)  # noqa: T201
+        match how:
+            case "raise":
+                raise ValueError("one is broken")
+            case "assert":
+                assert dist.get_rank() == 7
+            case "hang":
+                time.sleep(seconds)
+            case "exit":
+                os._exit(3)
+            case "sys.exit":
+                sys.exit(4)
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case "leave early":
+                return "early"
+            case "fail in a thread":
+                thread = threading.Thread(target=divmod, args=(1, 0))
+                thread.start()
+                thread.join()
+            case "warn":
+                warnings.warn("one is worried", stacklevel=1)
+    dist.all_reduce(torch.ones(1))
+    return "fine"
+
+
+def raise_then_others_sleep() -> None:
+    if dist.get_rank() == 0:
+        raise KeyError("zero is broken")
+    time.sleep(60)
+
+
+def start_grandchildren() -> list[int]:
+    """One grandchild in the rank's own process group, one that has got away into its own session."""
+    command = ["sleep", "60"]
+    near = subprocess.Popen(command)
+    far = subprocess.Popen(command, start_new_session=True)
+    return [near.pid, far.pid]
+
+
+def return_something_unpicklable() -> Any:
+    return threading.Lock()
+
+
+def leave_a_file() -> Path:
+    litter = Path(tempfile.gettempdir(), "litter")
+    litter.touch()
+    return litter
+
+
+def raise_something_unpicklable() -> None:
+    class LocalError(Exception):
+        pass
+
+    raise LocalError("only known here")
+
+
+def say_nothing() -> None:
+    pass
+
+
+# Results.
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_results_come_back_in_rank_order(ranks: Ranks, world_size: int) -> None:
+    totals = ranks(sum_of_ranks, world_size, scale=10.0)
+    assert totals == [torch.tensor([10.0 * sum(range(world_size))])] * world_size
+    assert [each["rank"] for each in ranks(own_surroundings, world_size)] == [
+        str(rank) for rank in range(world_size)
+    ]
+
+
+def test_surroundings_of_a_rank(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRADSYNC_TEST_CHOICE", "seen")
+    zero, one = ranks(own_surroundings, 2)
+    for each in (zero, one):
+        assert each["world"] == "2"
+        assert each["initialized"]
+        assert each["threads"] == 1
+        assert each["chosen"] == "seen"
+        assert each["leader"]
+        assert Path(each["tmp"]).is_relative_to(ranks.folder or "")
+    assert zero["random"] != one["random"]
+    assert zero["random"] == ranks(own_surroundings, 1)[0]["random"]
+
+
+def test_without_a_group_the_body_can_make_one(ranks: Ranks) -> None:
+    assert not ranks(own_surroundings, 2, backend=None)[0]["initialized"]
+    assert ranks(make_own_group, 2, backend=None) == [2, 2]
+
+
+def test_a_large_result_does_not_block(ranks: Ranks) -> None:
+    (result,) = ranks(torch.zeros, 1, 10_000_000)
+    assert result.shape == (10_000_000,)
+
+
+# Failures.
+
+
+def test_the_rank_to_blame_comes_first(ranks: Ranks) -> None:
+    with pytest.raises(RankFailure) as failure:
+        ranks(misbehave, 3, "raise")
+    text = str(failure.value)
+    assert text.startswith("3 of 3 ranks failed in tests.unit.test_rank_bench.misbehave")
+    cause, *followers = [line for line in text.splitlines() if line.startswith("── rank")]
+    assert cause.startswith("── rank 1 raised ValueError: one is broken")
+    assert len(followers) == 2
+    assert all("lost a peer" in line for line in followers)
+    assert 'raise ValueError("one is broken")' in text
+    assert "dist.all_reduce(torch.ones(1))" in text
+    assert "about to raise" in text
+    assert "rank_process.py" not in text
+
+
+def test_assertions_show_their_values(ranks: Ranks) -> None:
+    with pytest.raises(RankFailure, match="assert 1 == 7"):
+        ranks(misbehave, 2, "assert")
+
+
+def test_warnings_are_errors_as_in_pytest(ranks: Ranks) -> None:
+    with pytest.raises(RankFailure, match="rank 1 raised UserWarning: one is worried"):
+        ranks(misbehave, 2, "warn")
+
+
+def test_an_error_in_a_thread_is_one_of_its_rank(ranks: Ranks) -> None:
+    with pytest.raises(RankFailure, match="rank 1 raised PytestUnhandledThreadExceptionWarning") as failure:
+        ranks(misbehave, 2, "fail in a thread")
+    assert "ZeroDivisionError" in str(failure.value)
+
+
+@pytest.mark.filterwarnings("ignore:one is worried")
+def test_a_mark_that_allows_a_warning_counts_on_ranks(ranks: Ranks) -> None:
+    assert ranks(misbehave, 2, "warn") == ["fine", "fine"]
+
+
+def test_a_hang_is_named_within_the_limit(ranks: Ranks) -> None:
+    began = time.monotonic()
+    with pytest.raises(RankFailure) as failure:
+        ranks(misbehave, 2, "hang", limit=1.0)
+    assert time.monotonic() - began < 4.0
+    text = str(failure.value)
+    assert "rank 0 was stuck" in text
+    assert "in misbehave: dist.all_reduce(torch.ones(1))" in text
+    assert "rank 1 was stuck" in text
+    assert "in misbehave: time.sleep(seconds)" in text
+    assert "distributed_c10d.py" in text
+
+
+def test_ranks_stuck_after_a_failure_are_stopped_long_before_the_limit(ranks: Ranks) -> None:
+    began = time.monotonic()
+    with pytest.raises(RankFailure) as failure:
+        ranks(raise_then_others_sleep, 2, limit=30.0)
+    assert time.monotonic() - began < 6.0
+    text = str(failure.value)
+    assert text.index("rank 0 raised KeyError: 'zero is broken'") < text.index("rank 1 was stuck")
+    assert "time.sleep(60)" in text
+
+
+def test_a_rank_that_leaves_early_is_missed_long_before_the_limit(ranks: Ranks) -> None:
+    zero, one = ranks.outcomes(misbehave, 2, "leave early", limit=8.0)
+    assert zero.lost_peer
+    assert one.result == "early"
+
+
+def test_a_lambda_is_refused_with_the_cure(ranks: Ranks) -> None:
+    with pytest.raises(TypeError, match="Use a function at module level"):
+        ranks(lambda: None, 1)
+
+
+def test_a_result_that_cannot_be_pickled_is_explained(ranks: Ranks) -> None:
+    with pytest.raises(RankFailure, match=r"result of rank 0 \(lock\) can't be pickled"):
+        ranks(return_something_unpicklable, 1)
+
+
+# Outcomes that a test expects.
+
+
+@pytest.mark.parametrize(
+    ("how", "end", "story"),
+    [
+        ("raise", End.RAISED, "rank 1 raised ValueError: one is broken"),
+        ("exit", End.EXITED, "rank 1 exited with code 3 before its body returned"),
+        ("sys.exit", End.EXITED, "rank 1 exited with code 4 before its body returned"),
+        ("kill", End.KILLED, "rank 1 was killed by SIGKILL"),
+    ],
+)
+def test_outcomes_tell_how_each_rank_ended(ranks: Ranks, how: str, end: End, story: str) -> None:
+    survivor, culprit = ranks.outcomes(misbehave, 2, how)
+    assert culprit.end is end
+    assert str(culprit) == story
+    assert culprit.output == f"about to {how}\n"
+    assert survivor.end is End.RAISED
+    assert survivor.lost_peer
+    assert not culprit.lost_peer
+
+
+def test_outcomes_carry_the_exception(ranks: Ranks) -> None:
+    _, culprit = ranks.outcomes(misbehave, 2, "raise")
+    assert isinstance(culprit.exception, ValueError)
+    assert culprit.exception.args == ("one is broken",)
+
+
+def test_an_exception_that_cannot_be_pickled_is_told_in_words(ranks: Ranks) -> None:
+    (outcome,) = ranks.outcomes(raise_something_unpicklable, 1)
+    assert outcome.exception is None
+    assert outcome.error is not None
+    assert outcome.error.message == "only known here"
+    assert outcome.error.type_name.endswith("LocalError")
+
+
+def test_outcomes_name_the_stuck_line(ranks: Ranks) -> None:
+    zero, one = ranks.outcomes(misbehave, 2, "hang", limit=0.5)
+    for outcome, line in ((zero, "dist.all_reduce(torch.ones(1))"), (one, "time.sleep(seconds)")):
+        assert outcome.end is End.STUCK
+        assert outcome.stack is not None
+        assert str(outcome.stack.ours).endswith(f"in misbehave: {line}")
+        assert outcome.stack.innermost is not None
+
+
+def test_a_stopped_rank_has_no_stack(ranks: Ranks) -> None:
+    _, one = ranks.outcomes(misbehave, 2, "stop", limit=0.5)
+    assert one.end is End.STUCK
+    assert "no stack" in str(one)
+
+
+# Nothing left behind.
+
+
+def test_a_process_dies_with_its_parent() -> None:
+    """A rank asks for this towards the zygote."""
+    parent = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
+    child = (
+        "import os, time; from tests.support import kernel; "
+        "kernel.die_with(os.getppid()); print(os.getpid(), flush=True); time.sleep(60)"
+    )
+    command = [sys.executable, "-c", parent, child]
+    root = Path(__file__).parents[2]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root) as process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        process.kill()
+    deadline = time.monotonic() + 5
+    while (state := kernel.command_line(pid)) not in GONE and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert state in GONE
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Popen's own: still running
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_grandchildren_end_with_their_rank(ranks: Ranks, world_size: int) -> None:
+    for pids in ranks(start_grandchildren, world_size):
+        assert [kernel.command_line(pid) for pid in pids] == ["ended", "ended"]
+
+
+def test_the_check_names_a_thread_a_variable_and_a_process(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = belongings(ranks)
+    monkeypatch.setenv("GRADSYNC_TEST_LEAK", "1")
+    leave = threading.Event()
+    thread = threading.Thread(target=leave.wait, name="straggler")
+    thread.start()
+    process = subprocess.Popen(["sleep", "60"])
+    try:
+        leaks = find_leaks(before, ranks, patience=0)
+    finally:
+        leave.set()
+        thread.join()
+        process.kill()
+        process.wait()
+    assert leaks == [
+        f"processes: {process.pid} (sleep 60)",
+        f"threads: straggler ({thread.ident})",
+        "variables: GRADSYNC_TEST_LEAK=1",
+    ]
+
+
+def test_the_check_names_a_process_group(ranks: Ranks, tmp_path: Path) -> None:
+    before = belongings(ranks)
+    dist.init_process_group("gloo", init_method=(tmp_path / "store").as_uri(), rank=0, world_size=1)
+    try:
+        assert find_leaks(before, ranks, patience=0) == ["groups: default process group"]
+    finally:
+        dist.destroy_process_group()
+
+
+def test_the_check_names_files_and_shared_memory(ranks: Ranks) -> None:
+    before = belongings(ranks)
+    segment = Path(f"/dev/shm/gradsync_{os.getpid()}_test")
+    segment.touch()
+    try:
+        (litter,) = ranks(leave_a_file, 1)
+        leaks = find_leaks(before, ranks, patience=0)
+        litter.unlink()
+    finally:
+        segment.unlink()
+    assert leaks == [f"files: {litter}", f"shared memory: {segment}"]
+
+
+def test_a_thread_that_is_just_ending_is_no_leak(ranks: Ranks) -> None:
+    before = belongings(ranks)
+    threading.Thread(target=time.sleep, args=(0.1,)).start()
+    assert find_leaks(before, ranks) == []
+
+
+# The rest.
+
+
+def test_the_stack_of_the_main_thread_is_found_between_others() -> None:
+    dump = (
+        'Thread 0x01 (most recent call first):\n  File "/a.py", line 1 in helper\n\n'
+        'Current thread 0x02 (most recent call first):\n  File "/b.py", line 2 in inner\n'
+        f'  File "{__file__}", line 3 in body\n\n'
+        'Thread 0x03 (most recent call first):\n  File "/c.py", line 4 in other\n'
+    )
+    stack = read_stack(dump)
+    assert [frame.function for frame in stack.frames] == ["inner", "body"]
+    assert stack.ours is not None
+    assert stack.ours.line == 3
+    assert read_stack("").innermost is None
+
+
+def test_a_run_is_quick(ranks: Ranks) -> None:
+    """A generous bound for a busy machine; alone it takes a tenth of that."""
+    ranks(say_nothing, 1)  # the zygote may have to start
+    durations = []
+    for _ in range(10):
+        began = time.perf_counter()
+        ranks(sum_of_ranks, 2, random.random())
+        durations.append(time.perf_counter() - began)
+    median = statistics.median(durations)
+    sys.stdout.write(f"median of ten runs of 2 ranks: {median:.3f} s\n")
+    assert median < 0.6
