@@ -8,10 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Store
 from torch._utils import _get_device_index
 from torch.autograd import Variable
 from torch.autograd.graph import Node, get_gradient_edge
-from torch.distributed import Store, distributed_c10d
+from torch.distributed import distributed_c10d
 from torch.distributed.utils import _to_kwargs
 
 NO_GRAPH_TASK = -1

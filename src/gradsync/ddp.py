@@ -24,7 +24,7 @@ from gradsync.ddp_private import TorchPrivate
 from gradsync.engine.engine import Engine
 from gradsync.errors import InvalidOptionError, UnsuitableModuleError
 from gradsync.groups import group_of_mesh, resolve_group
-from gradsync.options import Options
+from gradsync.options import Buffers, Options, Reduce
 from gradsync.replica import API, Replica
 from gradsync.transport.process_group import ProcessGroupTransport
 
@@ -40,6 +40,8 @@ class DistributedDataParallel(TorchPrivate, Replica, nn.Module):
       `False` given explicitly keeps torch's strictness: an unused parameter is an error.
     - `static_graph`, `batched_grad_copy`, `skip_all_reduce_unused_params`: accepted; the engine
       learns the graph and copies in batches anyway.
+
+    The keyword-only arguments are gradsync's own; see `gradsync.Options`.
 
     Attributes of the wrapped module can be read through the wrapper. A copy (`copy.deepcopy`) is a
     working replica of its own over the same group.
@@ -69,6 +71,10 @@ class DistributedDataParallel(TorchPrivate, Replica, nn.Module):
         bucket_cap_mb_list: Sequence[float] | None = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
+        *,
+        reduce: Reduce = "mean",
+        buffers: Buffers | None = None,
+        buffers_from: int = 0,
     ) -> None:
         super().__init__()
         if process_group is not None and device_mesh is not None:
@@ -109,7 +115,9 @@ class DistributedDataParallel(TorchPrivate, Replica, nn.Module):
             bucket_cap_mb=bucket_cap_mb,
             bucket_cap_mb_list=tuple(bucket_cap_mb_list or ()),
             gradient_as_bucket_view=gradient_as_bucket_view,
-            buffers="round" if forward_sync else "never",
+            buffers=buffers or ("round" if forward_sync else "never"),
+            buffers_from=buffers_from,
+            reduce=reduce,
             init_sync=init_sync,
             init_sync_buffers=init_sync_buffers,
             find_unused_parameters=find_unused_parameters,
@@ -128,6 +136,7 @@ class DistributedDataParallel(TorchPrivate, Replica, nn.Module):
         self.process_group = group
         ignored = frozenset(self.parameters_to_ignore)
         engine = Engine(self.module, ProcessGroupTransport(group), options, ignored)
+        engine.spares_evaluation = True
         contract.enrol(self, API, engine)
         # The wrapped module may live on without us, and must then be an ordinary module again.
         weakref.finalize(self, engine.disarm)
@@ -218,7 +227,7 @@ class DistributedDataParallel(TorchPrivate, Replica, nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Loaded from a file: over the default group, without communication."""
         options = dataclasses.replace(state.pop("_saved_options"), init_sync=False)
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._connect(resolve_group(None, self.device_type), options)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
@@ -226,9 +235,7 @@ class DistributedDataParallel(TorchPrivate, Replica, nn.Module):
         memo[id(self)] = duplicate
         state = self.__getstate__()
         options = dataclasses.replace(state.pop("_saved_options"), init_sync=False)
-        nn.Module.__setstate__(  # type: ignore[no-untyped-call]
-            duplicate, {key: copy.deepcopy(value, memo) for key, value in state.items()}
-        )
+        nn.Module.__setstate__(duplicate, {key: copy.deepcopy(value, memo) for key, value in state.items()})
         duplicate._connect(self.process_group, options)
         return duplicate
 

@@ -90,6 +90,10 @@ class TorchPrivate:
         if self.static_graph:
             warnings.warn("You've set static_graph to be True, no need to set it again.", stacklevel=2)
             return
+        if self._engine.statistics.rounds:
+            raise InvalidOptionError(
+                "self.static_graph should be called before training loop starts, that is, before the first backward."
+            )
         self.static_graph = True
         self._engine.promise_static_graph()
         if self.find_unused_parameters:
@@ -160,7 +164,7 @@ def logging_data(ddp: DistributedDataParallel) -> dict[str, Any]:
         "total_parameter_size_bytes": sum(spec.nbytes for spec in reducer.specs),
         "bucket_sizes": _sizes(unlearned),
         "iteration": statistics.rounds,
-        "has_rebuilt_buckets": int(reducer.plan is not None),
+        "has_rebuilt_buckets": int(reducer.plan is not None and (ddp.static_graph or not ddp.find_unused_parameters)),
         "comm_hook": engine.statistics.hook,
     }
     if reducer.plan is not None:

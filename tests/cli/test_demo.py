@@ -17,7 +17,6 @@ from gradsync._version import __version__
 from gradsync.cli.app import app
 from gradsync.cli.demo import describe_difference
 from gradsync.cli.text import NoText, choose
-
 from tests.cli.conftest import TINY, Command, Result, alive, children, wait_until
 
 

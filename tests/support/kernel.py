@@ -35,9 +35,18 @@ def children(pid: int) -> set[int]:
 def command_line(pid: int) -> str:
     """What `pid` runs, for people to read."""
     try:
-        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip() or "ended, not reaped"
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip() or "starting or ended"
     except (FileNotFoundError, ProcessLookupError):
         return "ended"
+
+
+def is_running(pid: int) -> bool:
+    """False if `pid` has ended, even if nobody has reaped it yet."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in "ZX"
 
 
 def thread_count() -> int:

@@ -18,22 +18,22 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 @dataclass(frozen=True)
 class Belongings:
-    """What this process owns at one moment; each entry by a name that a person can act on."""
+    """What this process owns at one moment: what identifies each entry, and words for people."""
 
-    processes: frozenset[str]
-    threads: frozenset[str]
-    variables: frozenset[str]
-    groups: frozenset[str]
-    files: frozenset[str]
-    shared_memory: frozenset[str]
+    processes: Mapping[int, str]
+    threads: Mapping[int | None, str]
+    variables: Mapping[tuple[str, str], str]
+    groups: Mapping[str, str]
+    files: Mapping[Path, str]
+    shared_memory: Mapping[Path, str]
 
 
-def belongings(ranks: Ranks, environ: Mapping[str, str] = os.environ) -> Belongings:
+def belongings(ranks: Ranks) -> Belongings:
     """Look around."""
     return Belongings(
-        processes=_processes(ranks),
-        threads=frozenset(f"{thread.name} ({thread.ident})" for thread in threading.enumerate()),
-        variables=frozenset(f"{name}={environ[name]}" for name in environ if name not in _OWN_VARIABLES),
+        processes={pid: f"{pid} ({kernel.command_line(pid)})" for pid in _processes(ranks)},
+        threads={thread.ident: f"{thread.name} ({thread.ident})" for thread in threading.enumerate()},
+        variables={item: "=".join(item) for item in os.environ.items() if item[0] not in _OWN_VARIABLES},
         groups=_groups(),
         files=_files(ranks.folder),
         shared_memory=_shared_memory({os.getpid(), *ranks.pids}),
@@ -50,34 +50,34 @@ def find_leaks(before: Belongings, ranks: Ranks, patience: float = 1.0) -> list[
 
 def _difference(before: Belongings, after: Belongings) -> list[str]:
     return [
-        f"{field.name.replace('_', ' ')}: {entry}"
+        f"{field.name.replace('_', ' ')}: {words}"
         for field in fields(Belongings)
-        for entry in sorted(getattr(after, field.name) - getattr(before, field.name))
+        for identity, words in getattr(after, field.name).items()
+        if identity not in getattr(before, field.name)
     ]
 
 
-def _processes(ranks: Ranks) -> frozenset[str]:
+def _processes(ranks: Ranks) -> set[int]:
     """Our children and the zygote's; the zygote itself may stay."""
     pids = kernel.children(os.getpid())
     if ranks.zygote_pid is not None:
         pids = pids - {ranks.zygote_pid} | kernel.children(ranks.zygote_pid)
-    return frozenset(f"{pid} ({kernel.command_line(pid)})" for pid in pids)
+    return pids
 
 
-def _groups() -> frozenset[str]:
+def _groups() -> dict[str, str]:
     """Ask only if torch.distributed is loaded: a look must not cost an import."""
     distributed = sys.modules.get("torch.distributed")
     initialized = distributed is not None and distributed.is_available() and distributed.is_initialized()
-    return frozenset({"default process group"} if initialized else ())
+    return {"default": "default process group"} if initialized else {}
 
 
-def _files(folder: Path | None) -> frozenset[str]:
+def _files(folder: Path | None) -> dict[Path, str]:
     """What ranks left in the TMPDIR of their run."""
-    return frozenset(str(path) for path in folder.glob("run*/tmp/*")) if folder else frozenset()
+    return {path: str(path) for path in folder.glob("run*/tmp/*")} if folder else {}
 
 
-def _shared_memory(pids: set[int]) -> frozenset[str]:
-    """Only what carries one of our ids: others use this machine, too."""
-    return frozenset(
-        str(path) for path in _SHARED_MEMORY.glob("*") if pids & set(map(int, re.findall(r"\d+", path.name)))
-    )
+def _shared_memory(pids: set[int]) -> dict[Path, str]:
+    """Only what carries one of our ids, as torch's segments do: others use this machine, too."""
+    names = set(map(str, pids))
+    return {path: str(path) for path in _SHARED_MEMORY.glob("*") if names.intersection(re.split(r"[\W_]+", path.name))}

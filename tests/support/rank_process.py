@@ -28,7 +28,9 @@ from tests.support.run_folder import Call, Raised, Returned, RunFolder, Setting
 
 GROUP_TIMEOUT = timedelta(seconds=10)
 _LINGER_SECONDS = 1.0
-_LOST_PEER = re.compile(r"connection (was )?(closed|reset|refused)|broken pipe|timed? ?out", re.IGNORECASE)
+_LOST_PEER = re.compile(
+    r"connection (closed|reset|refused)|socket closed|broken pipe|timed out waiting|wait timeout", re.IGNORECASE
+)
 
 
 def run_rank(order: Fork, channel: Channel, zygote: int) -> NoReturn:
@@ -129,9 +131,7 @@ def _loose_ends_warned() -> Iterator[None]:
 
     def in_destructor(event: "sys.UnraisableHookArgs") -> None:
         text = _format(event.exc_value)
-        loose_ends.append(
-            pytest.PytestUnraisableExceptionWarning(f"{event.err_msg} {event.object!r}\n{text}")
-        )
+        loose_ends.append(pytest.PytestUnraisableExceptionWarning(f"{event.err_msg} {event.object!r}\n{text}"))
 
     def in_thread(event: threading.ExceptHookArgs) -> None:
         loose_ends.append(pytest.PytestUnhandledThreadExceptionWarning(_format(event.exc_value)))

@@ -12,6 +12,7 @@ A test that *means* ranks to raise, leave or die calls `ranks.outcomes(body, 2)`
 """
 
 import atexit
+import math
 import os
 import random
 import socket
@@ -59,7 +60,7 @@ class Ranks:
         call = _call(function, args, kwargs)
         outcomes = self._run(call, _setting(world_size, backend), limit, GRACE)
         if not all(outcome.returned for outcome in outcomes):
-            raise RankFailure(f"{function.__module__}.{function.__qualname__}", outcomes)
+            raise RankFailure(_name(function), outcomes)
         _show(outcome for outcome in outcomes if outcome.output)
         return [outcome.result for outcome in outcomes]
 
@@ -69,13 +70,13 @@ class Ranks:
         world_size: int,
         *args: Any,
         limit: float = LIMIT,
-        grace: float = LIMIT,
+        grace: float = math.inf,
         backend: str | None = "gloo",
         **kwargs: Any,
     ) -> list[Outcome]:
         """Do the same, but return how each rank ended, whatever happened.
 
-        Ranks that outlive a failed one have `grace` seconds to end by themselves.
+        Ranks that outlive a failed one have `grace` seconds to end by themselves, and never more than `limit`.
         """
         call = _call(function, args, kwargs)
         outcomes = self._run(call, _setting(world_size, backend), limit, grace)
@@ -128,6 +129,10 @@ run_ranks = Ranks()
 
 def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     return Call(function, args, kwargs, [tuple(entry) for entry in warnings.filters])
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return f"{function.__module__}.{getattr(function, '__qualname__', function)}"
 
 
 def _setting(world_size: int, backend: str | None) -> Setting:

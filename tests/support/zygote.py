@@ -21,7 +21,8 @@ import sys
 import tempfile
 import time
 import traceback
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -77,14 +78,13 @@ class Zygote:
 
     def send(self, command: Fork | Signal) -> None:
         """Have a rank forked or signalled."""
-        self._channel.send(command)
+        with self._death_explained():
+            self._channel.send(command)
 
     def receive(self, timeout: float) -> object:
         """The next message of the zygote or of a rank, or `TimeoutError`."""
-        try:
+        with self._death_explained():
             return self._channel.receive(timeout)
-        except (EOFError, ConnectionError) as error:
-            raise RuntimeError(f"the zygote has died:\n{self._log.read_text(errors='replace')}") from error
 
     def close(self) -> None:
         """End the zygote and remove the folder of the session."""
@@ -97,6 +97,13 @@ class Zygote:
             self._process.kill()
             self._process.wait()
         shutil.rmtree(self.folder, ignore_errors=True)  # the zygote did that, unless it died
+
+    @contextmanager
+    def _death_explained(self) -> Iterator[None]:
+        try:
+            yield
+        except (EOFError, ConnectionError) as error:
+            raise RuntimeError(f"the zygote has died:\n{self._log.read_text(errors='replace')}") from error
 
 
 def serve(descriptor: int, folder: str) -> NoReturn:
@@ -144,6 +151,7 @@ class _Nursery:
         self._selector.register(channel, selectors.EVENT_READ)
 
     def serve(self) -> NoReturn:
+        """Obey and reap, until the channel raises."""
         while True:
             for key, _ in self._selector.select():
                 if key.fileobj is self._channel:

@@ -18,12 +18,9 @@ import torch
 import torch.distributed as dist
 
 from tests.support import kernel
-from tests.support.leaks import belongings, find_leaks
 from tests.support.outcome import End, RankFailure
 from tests.support.ranks import Ranks
 from tests.support.stack import read_stack
-
-GONE = ("ended", "ended, not reaped")
 
 # Bodies, which run on the ranks.
 
@@ -103,12 +100,6 @@ def return_something_unpicklable() -> Any:
     return threading.Lock()
 
 
-def leave_a_file() -> Path:
-    litter = Path(tempfile.gettempdir(), "litter")
-    litter.touch()
-    return litter
-
-
 def raise_something_unpicklable() -> None:
     class LocalError(Exception):
         pass
@@ -127,9 +118,7 @@ def say_nothing() -> None:
 def test_results_come_back_in_rank_order(ranks: Ranks, world_size: int) -> None:
     totals = ranks(sum_of_ranks, world_size, scale=10.0)
     assert totals == [torch.tensor([10.0 * sum(range(world_size))])] * world_size
-    assert [each["rank"] for each in ranks(own_surroundings, world_size)] == [
-        str(rank) for rank in range(world_size)
-    ]
+    assert [each["rank"] for each in ranks(own_surroundings, world_size)] == [str(rank) for rank in range(world_size)]
 
 
 def test_surroundings_of_a_rank(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,7 +260,7 @@ def test_an_exception_that_cannot_be_pickled_is_told_in_words(ranks: Ranks) -> N
 
 
 def test_outcomes_name_the_stuck_line(ranks: Ranks) -> None:
-    zero, one = ranks.outcomes(misbehave, 2, "hang", limit=0.5)
+    zero, one = ranks.outcomes(misbehave, 2, "hang", limit=1.0)
     for outcome, line in ((zero, "dist.all_reduce(torch.ones(1))"), (one, "time.sleep(seconds)")):
         assert outcome.end is End.STUCK
         assert outcome.stack is not None
@@ -280,7 +269,7 @@ def test_outcomes_name_the_stuck_line(ranks: Ranks) -> None:
 
 
 def test_a_stopped_rank_has_no_stack(ranks: Ranks) -> None:
-    _, one = ranks.outcomes(misbehave, 2, "stop", limit=0.5)
+    _, one = ranks.outcomes(misbehave, 2, "stop", limit=1.0)
     assert one.end is End.STUCK
     assert "no stack" in str(one)
 
@@ -302,67 +291,16 @@ def test_a_process_dies_with_its_parent() -> None:
         pid = int(process.stdout.readline())
         process.kill()
     deadline = time.monotonic() + 5
-    while (state := kernel.command_line(pid)) not in GONE and time.monotonic() < deadline:
+    while kernel.is_running(pid) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert state in GONE
+    assert not kernel.is_running(pid)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Popen's own: still running
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_grandchildren_end_with_their_rank(ranks: Ranks, world_size: int) -> None:
     for pids in ranks(start_grandchildren, world_size):
-        assert [kernel.command_line(pid) for pid in pids] == ["ended", "ended"]
-
-
-def test_the_check_names_a_thread_a_variable_and_a_process(
-    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = belongings(ranks)
-    monkeypatch.setenv("GRADSYNC_TEST_LEAK", "1")
-    leave = threading.Event()
-    thread = threading.Thread(target=leave.wait, name="straggler")
-    thread.start()
-    process = subprocess.Popen(["sleep", "60"])
-    try:
-        leaks = find_leaks(before, ranks, patience=0)
-    finally:
-        leave.set()
-        thread.join()
-        process.kill()
-        process.wait()
-    assert leaks == [
-        f"processes: {process.pid} (sleep 60)",
-        f"threads: straggler ({thread.ident})",
-        "variables: GRADSYNC_TEST_LEAK=1",
-    ]
-
-
-def test_the_check_names_a_process_group(ranks: Ranks, tmp_path: Path) -> None:
-    before = belongings(ranks)
-    dist.init_process_group("gloo", init_method=(tmp_path / "store").as_uri(), rank=0, world_size=1)
-    try:
-        assert find_leaks(before, ranks, patience=0) == ["groups: default process group"]
-    finally:
-        dist.destroy_process_group()
-
-
-def test_the_check_names_files_and_shared_memory(ranks: Ranks) -> None:
-    before = belongings(ranks)
-    segment = Path(f"/dev/shm/gradsync_{os.getpid()}_test")
-    segment.touch()
-    try:
-        (litter,) = ranks(leave_a_file, 1)
-        leaks = find_leaks(before, ranks, patience=0)
-        litter.unlink()
-    finally:
-        segment.unlink()
-    assert leaks == [f"files: {litter}", f"shared memory: {segment}"]
-
-
-def test_a_thread_that_is_just_ending_is_no_leak(ranks: Ranks) -> None:
-    before = belongings(ranks)
-    threading.Thread(target=time.sleep, args=(0.1,)).start()
-    assert find_leaks(before, ranks) == []
+        assert not any(map(kernel.is_running, pids))
 
 
 # The rest.
@@ -383,7 +321,7 @@ def test_the_stack_of_the_main_thread_is_found_between_others() -> None:
 
 
 def test_a_run_is_quick(ranks: Ranks) -> None:
-    """A generous bound for a busy machine; alone it takes a tenth of that."""
+    """A generous bound for a busy machine; with little else running it measured 0.08 to 0.1 s."""
     ranks(say_nothing, 1)  # the zygote may have to start
     durations = []
     for _ in range(10):

@@ -62,10 +62,11 @@ class History:
         return self.steps[-1]
 
     def _smooth(self, loss: float) -> float:
-        """A running mean that becomes exponential: true to the first values, calm later."""
+        """An exponential mean over about a fifth of the past, at most 20 steps: it follows the steep
+        beginning and is calm later."""
         if not self.smoothed:
             return loss
-        keep = min(SMOOTHING, 1 - 1 / len(self.steps))
+        keep = min(SMOOTHING, 1 - 1 / (1 + len(self.steps) / 5))
         return keep * self.smoothed[-1] + (1 - keep) * loss
 
     @property

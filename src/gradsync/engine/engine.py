@@ -43,6 +43,9 @@ class Engine:
         self.statistics = Statistics()
         self.roster = Roster(module, ignored)
         self.buffers = Buffers(module, transport, options, ignored)
+        self.spares_evaluation = False
+        """Set for a wrapper: a backward through the wrapped module itself, in eval mode, is no round. One
+        rank may look at gradients alone; should it step on them, the guard speaks up."""
         self._serial = next(_serials)
         self._generation = 0
         self._start()
@@ -116,10 +119,16 @@ class Engine:
         if self.options.init_sync_buffers:
             self.transport.broadcast(list(buffers.values()), source=0)
 
-    def _round_opens(self) -> bool:
-        """Whether the managed parameters are others than before; then the reducer has the new ones."""
-        if not self.roster.changed():
+    def _round_opens(self, passed_output: bool) -> bool:
+        """Whether a backward that begins is a round; sees to changed parameters before it is."""
+        if self.spares_evaluation and not passed_output and not self.module.training:
             return False
+        if self.roster.changed():
+            self._agree_on_change()
+        return True
+
+    def _agree_on_change(self) -> None:
+        """Managed parameters are others than before: if all ranks say the same, the reducer gets the new ones."""
         before = self.roster.describe()
         self.roster.refresh(self.transport.rank)
         self._generation += 1
@@ -140,4 +149,3 @@ class Engine:
                 "Make the same change on all ranks."
             )
         self.reducer.replace_parameters(self.roster.parameters, self.roster.specs())
-        return True

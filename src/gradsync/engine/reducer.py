@@ -77,14 +77,15 @@ class Reducer:
         self.weight = 1.0
         """This rank's share in the mean, for the next round only."""
         self.recorder: Recorder | None = None
-        self.at_open: Callable[[], bool] | None = None
-        """Called when a round opens; True if it replaced the parameters. May raise."""
+        self.at_open: Callable[[bool], bool] | None = None
+        """Asked, with whether an output was passed, before a round opens; False: this backward is none."""
         self.at_close: Callable[[], None] | None = None
         """Called at the end of each round, on all ranks alike: it may communicate."""
         self._transport = transport
         self.options = options
         self._weight_unit = 1.0
         self._round: Round | None = None
+        self._not_a_round = _torch.NO_GRAPH_TASK  # a backward that `at_open` refused
         self._unfinished: UnfinishedRoundError | None = None
         self._backward = Backward(at_end=self._close)
         self._begin_with(parameters, specs)
@@ -146,7 +147,7 @@ class Reducer:
     def output_reached(self) -> None:
         """Backward came to an output of the module: the first sign of a round."""
         if self.synchronising and (self._round is not None or accumulates(self.parameters)):
-            self._enter()
+            self._enter(passed_output=True)
 
     def replace_parameters(self, parameters: Sequence[Tensor], specs: Sequence[Spec]) -> None:
         """Goes on with other parameters, or with the same ones changed; learns them anew."""
@@ -168,7 +169,9 @@ class Reducer:
     # --- opening -------------------------------------------------------------------------------
 
     def _arrived(self, index: int) -> None:
-        opened = self._enter()
+        opened = self._enter(passed_output=False)
+        if opened is None:
+            return
         number = self._bucket_of[index]
         if number < 0:  # no plan yet, or a sparse gradient, which travels at the end
             return
@@ -182,11 +185,15 @@ class Reducer:
         if opened.missing[len(opened.launched)] == 0:
             self._launch_ready(opened, index)
 
-    def _enter(self) -> Round:
+    def _enter(self, passed_output: bool) -> Round | None:
         """Opens a round, or notes that one more backward, a nested one or its parent, takes part."""
         if self._round is None:
-            if self.at_open is not None:
-                self.at_open()
+            task = _torch.current_graph_task()
+            if task == self._not_a_round:
+                return None
+            if self.at_open is not None and not self.at_open(passed_output):
+                self._not_a_round = task
+                return None
             self._round = Round(self.rounds, time.perf_counter(), self._count_missing())
             self.phase = Phase.OPEN
         self._backward.enter()
@@ -363,8 +370,10 @@ class Reducer:
     def _divide(self, bucket: Bucket) -> None:
         """Makes the weighted sum a mean. With equal weights the sum of scales is 1 already."""
         weight = self._weight_of(bucket)
-        if weight != 1:
-            bucket.data.div_(weight) if weight > 0 else bucket.data.zero_()
+        if weight <= 0:
+            bucket.data.zero_()
+        elif weight != 1:
+            bucket.data.div_(weight)
 
     def _weight_of(self, bucket: Bucket) -> float:
         """The ranks' scales added up: 1, not nearly 1, if they only differ from it by rounding."""
@@ -437,14 +446,20 @@ class Reducer:
         return self.options.find_unused_parameters is False and not self.options.static_graph
 
     def _not_all_used(self) -> UnfinishedRoundError:
-        missing = [i for i in range(len(self.parameters)) if i not in self._arrivals.order]
-        names = ", ".join(f"'{self.specs[i].name}' (index {i})" for i in missing[:5])
-        here = f"here {names}{' and more' if len(missing) > 5 else ''}" if missing else "on another rank"
+        seen = set(self._arrivals.order)
+        missing = [index for index in range(len(self.parameters)) if index not in seen]
+        which = "Parameters of another rank did not receive grad"
+        if missing:
+            names = ", ".join(self.specs[index].name for index in missing)
+            indices = " ".join(map(str, missing))
+            which = (
+                f"Parameters which did not receive grad for rank {self.rank}: {names}. "
+                f"Parameter indices which did not receive grad for rank {self.rank}: {indices}"
+            )
         return UnfinishedRoundError(
             "Expected to have finished reduction in the prior iteration before starting a new one. "
-            f"rank {self.rank}: parameters did not receive a gradient in round {self.rounds}: {here}. "
-            "find_unused_parameters=False was given, which makes this an error; leave the argument out and "
-            "parameters may be used or not."
+            f"{which} (round {self.rounds}). find_unused_parameters=False was given, which makes this an error; "
+            "leave the argument out and parameters may be used or not."
         )
 
     def _ready_twice(self, index: int) -> UnfinishedRoundError:

@@ -40,8 +40,9 @@ def check_same_model(
 ) -> int:
     """Compares names, shapes, dtypes, strides and `requires_grad` over all ranks.
 
-    Returns rank 0's `serial`, a number by which all ranks can call this replicated module. One small exchange of digests; only if they differ are the descriptions themselves exchanged,
-    so that every rank can raise the same error.
+    Returns rank 0's `serial`, a number by which all ranks can call this replicated module. One
+    small exchange of digests; only if they differ are the descriptions themselves exchanged, so
+    that every rank can raise the same error.
     """
     mine = _describe(parameters, buffers)
     digest = int.from_bytes(hashlib.sha256("\n".join(mine).encode()).digest()[:7], "big")

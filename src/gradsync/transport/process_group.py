@@ -133,7 +133,7 @@ class _SparseInFlight:
         # In rank order on every rank, so that the sums are bitwise the same everywhere.
         indices = torch.cat([i[:, :n] for i, n in zip(self.indices, self.counts, strict=True)], dim=1)
         values = torch.cat([v[:n] for v, n in zip(self.values, self.counts, strict=True)])
-        return torch.sparse_coo_tensor(indices, values, self.shape).coalesce()
+        return torch.sparse_coo_tensor(indices, values, self.shape, check_invariants=False).coalesce()
 
 
 def _gather_sparse(gradient: Tensor, counts: list[int], group: dist.ProcessGroup) -> SparseWork:

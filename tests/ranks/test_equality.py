@@ -1,0 +1,17 @@
+"""Every case, on both fronts, with 2 and 3 ranks, against one process."""
+
+import pytest
+
+from tests.ranks.cases import CASES
+from tests.support.equality import check_case
+from tests.support.ranks import Ranks
+
+
+def body(name: str) -> None:
+    check_case(CASES[name])
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("name", CASES)
+def test_trains_as_one_process_does(ranks: Ranks, name: str, size: int) -> None:
+    ranks(body, size, name)
