@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch._utils import _get_device_index
 from torch.autograd import Variable
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.distributed import distributed_c10d
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.utils import _to_kwargs
 
 NO_GRAPH_TASK = -1
@@ -64,6 +66,16 @@ def store_of(group: dist.ProcessGroup) -> Store:
     """The store through which the group's ranks met (2.13: kept in c10d's table of groups)."""
     store: Store = distributed_c10d._world.pg_map[group][1]
     return store
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """How long the group's collectives may take (2.13: an option of the backend, not of the group)."""
+    for device in device_types(group):
+        options = getattr(group._get_backend(device), "options", None)
+        if options is not None:
+            found: timedelta = options._timeout
+            return found
+    return default_pg_timeout
 
 
 def device_types(group: dist.ProcessGroup) -> list[torch.device]:

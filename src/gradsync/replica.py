@@ -47,13 +47,13 @@ class Replica:
 
 def engine_of(module: nn.Module) -> Engine:
     """The engine of a replicated module, also behind `torch.compile`'s wrapper."""
-    engine = contract.state_of(getattr(module, "_orig_mod", module), API)
-    if not isinstance(engine, Engine):
-        raise TypeError(
-            f"{type(module).__name__} is not replicated. Call gradsync.replicate(module) first, or pass the "
-            "module it was called on rather than a submodule."
-        )
-    return engine
+    for candidate in (module, module._modules.get("_orig_mod")):
+        if candidate is not None and isinstance(engine := contract.state_of(candidate, API), Engine):
+            return engine
+    raise TypeError(
+        f"{type(module).__name__} is not replicated. Call gradsync.replicate(module) first, or pass the "
+        "module it was called on rather than a submodule."
+    )
 
 
 def statistics(module: nn.Module) -> Statistics:

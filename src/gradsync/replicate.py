@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import copyreg
 import dataclasses
 from typing import Any, TypeVar, cast
 
@@ -47,13 +48,11 @@ class ReplicateModule(Replica, nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles as the plain module it was: a saved model loads anywhere, without gradsync."""
-        reduced: tuple[Any, ...] = super().__reduce_ex__(protocol)  # type: ignore[assignment]
-        make, arguments, state, *rest = reduced
         original = _original_class(self)
-        arguments = tuple(original if argument is type(self) else argument for argument in arguments)
+        state = super().__getstate__()  # type: ignore[no-untyped-call]
         if isinstance(state, dict):
             state = {key: value for key, value in state.items() if key not in _torch.composable_keys()}
-        return (make, arguments, state, *rest)
+        return copyreg._reconstructor, (original, object, None), state  # type: ignore[attr-defined]
 
 
 def replicate(module: M, *, process_group: dist.ProcessGroup | None = None, **options: Any) -> M:

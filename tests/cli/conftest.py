@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,9 +22,13 @@ TINY = ["--layers", "1", "--width", "16", "--context", "16", "--batch", "2"]
 
 @dataclass(frozen=True)
 class Result:
+    """A run that is over."""
+
     code: int
     output: str
     folder: Path
+    seconds: float  # from the signal, if there was one, to the end
+    survivors: list[int]  # ranks that were alive a moment after the end
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -31,6 +37,16 @@ class Result:
     @property
     def metrics(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@dataclass(frozen=True)
+class Endings:
+    """Four runs, each ended in its own way."""
+
+    finished: Result
+    interrupted: Result
+    rank_killed: Result
+    command_killed: Result
 
 
 class Command:
@@ -45,57 +61,84 @@ class Command:
             env={**os.environ, "FORCE_COLOR": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             text=True,
         )
-        self.ranks: list[int] = []
         self._seen = ""
 
-    def wait_for(self, words: str) -> None:
+    def wait_for(self, words: str) -> list[int]:
+        """Until the command has said so; its ranks at that moment."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self._seen += line
             if words in line:
-                self.ranks = children(self.process.pid)
-                return
-        pytest.fail(f"no {words!r} in:\n{self._seen}")
+                return _children(self.process.pid)
+        raise AssertionError(f"no {words!r} in:\n{self._seen}")
 
-    def finish(self, limit: float = LIMIT) -> Result:
-        rest, _ = self.process.communicate(timeout=limit)
-        return Result(self.process.returncode, self._seen + rest, self.folder)
+    def result(self, ranks: list[int]) -> Result:
+        began = time.monotonic()
+        rest, _ = self.process.communicate(timeout=LIMIT)
+        seconds = time.monotonic() - began
+        _wait_until(lambda: not any(map(_alive, ranks)))
+        survivors = [rank for rank in ranks if _alive(rank)]
+        return Result(self.process.returncode, self._seen + rest, self.folder, seconds, survivors)
 
 
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+def _finish(run: Command) -> Result:
+    return run.result([])
 
 
-def alive(pid: int) -> bool:
+def _interrupt(run: Command) -> Result:
+    ranks = run.wait_for("step ")
+    run.process.send_signal(signal.SIGINT)
+    return run.result(ranks)
+
+
+def _kill_rank(run: Command) -> Result:
+    ranks = run.wait_for("step ")
+    os.kill(ranks[1], signal.SIGKILL)
+    return run.result(ranks)
+
+
+def _kill_command(run: Command) -> Result:
+    ranks = run.wait_for("starting")
+    run.process.kill()
+    return run.result(ranks)
+
+
+def _children(pid: int) -> list[int]:
+    found = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    assert found, "the command has no ranks"
+    return found
+
+
+def _alive(pid: int) -> bool:
     try:
         return ") Z" not in Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 5) -> None:
+def _wait_until(condition: Callable[[], bool], seconds: float = 1) -> None:
     deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "took too long"
+    while not condition() and time.monotonic() < deadline:
         time.sleep(0.02)
 
 
-@pytest.fixture
-def command(tmp_path: Path) -> Iterator[Callable[..., Command]]:
-    """Starts the command; ends what a failing test leaves behind."""
-    started: list[Command] = []
-
-    def start(*arguments: str) -> Command:
-        started.append(Command(*arguments, folder=tmp_path / "out"))
-        return started[-1]
-
-    yield start
-    for each in started:
-        each.process.kill()
-        each.process.communicate()
-
-
 @pytest.fixture(scope="session")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Result:
-    """One whole run of two ranks, looked at by several tests."""
-    return Command("--steps", "12", *TINY, folder=tmp_path_factory.mktemp("demo") / "deep" / "out").finish()
+def endings(tmp_path_factory: pytest.TempPathFactory) -> Endings:
+    """All at the same time: a short run is mostly one core that imports torch; in a row they take twice as long."""
+    folder = tmp_path_factory.mktemp("demo")
+    for name in ("one.py", "two.py"):
+        (folder / name).write_text("spam = 1\n" * 1000)
+    endless = ["--steps", "100000", "--text", str(folder), *TINY]
+    runs = [
+        (_finish, Command("--steps", "12", *TINY, folder=folder / "deep" / "finished")),
+        (_interrupt, Command(*endless, "--ranks", "1", folder=folder / "interrupted")),
+        (_kill_rank, Command(*endless, folder=folder / "rank_killed")),
+        (_kill_command, Command(*endless, "--ranks", "1", folder=folder / "command_killed")),
+    ]
+    try:
+        with ThreadPoolExecutor() as pool:
+            return Endings(*pool.map(lambda pair: pair[0](pair[1]), runs))
+    finally:
+        for _, run in runs:
+            run.process.kill()
+            run.process.communicate()

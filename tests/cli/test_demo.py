@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,68 +15,60 @@ from gradsync._version import __version__
 from gradsync.cli.app import app
 from gradsync.cli.demo import describe_difference
 from gradsync.cli.text import NoText, choose
-from tests.cli.conftest import TINY, Command, Result, alive, children, wait_until
+from tests.cli.conftest import Endings
 
 
-def test_a_run_ends_well_and_proves_that_replicas_are_identical(finished: Result) -> None:
-    assert finished.code == 0, finished.output
-    fingerprints = finished.summary["fingerprints"]
+def test_a_run_ends_well_and_proves_that_replicas_are_identical(endings: Endings) -> None:
+    run = endings.finished
+    assert run.code == 0, run.output
+    fingerprints = run.summary["fingerprints"]
     assert len(fingerprints) == 2
     assert len(set(fingerprints)) == 1
-    assert f"replicas identical: {fingerprints[0]}" in finished.output
+    assert f"replicas identical: {fingerprints[0]}" in run.output
 
 
-def test_plain_lines_without_control_characters(finished: Result) -> None:
-    assert re.search(r"^step  6/12   loss \d\.\d{3} ", finished.output, re.MULTILINE)
-    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", finished.output)
+def test_plain_lines_without_control_characters(endings: Endings) -> None:
+    assert re.search(r"^step  6/12   loss \d\.\d{3} ", endings.finished.output, re.MULTILINE)
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", endings.finished.output)
 
 
-def test_every_step_and_validation_is_kept(finished: Result) -> None:
-    steps = [m["step"] for m in finished.metrics if m["event"] == "step"]
-    assert steps == list(range(1, 13))
-    assert [m["step"] for m in finished.metrics if m["event"] == "validation"][-1] == 12
-    assert finished.summary["tokens"] == 12 * 2 * 2 * 16
-    assert 0 <= finished.summary["waiting_share"] <= 1
-    assert 4.3 < finished.summary["first_loss"] < 4.8
+def test_every_step_and_validation_is_kept(endings: Endings) -> None:
+    run = endings.finished
+    assert [m["step"] for m in run.metrics if m["event"] == "step"] == list(range(1, 13))
+    assert [m["step"] for m in run.metrics if m["event"] == "validation"][-1] == 12
+    assert run.summary["tokens"] == 12 * 2 * 2 * 16
+    assert 0 <= run.summary["waiting_share"] <= 1
+    assert 4.3 < run.summary["first_loss"] < 4.8
 
 
-def test_what_was_written_is_there_and_named(finished: Result) -> None:
-    assert (finished.folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+def test_what_was_written_is_there_and_named(endings: Endings) -> None:
+    run = endings.finished
+    assert (run.folder / "loss.png").read_bytes().startswith(b"\x89PNG")
     for name in ("loss.png", "metrics.jsonl", "summary.json"):
-        assert f"wrote {finished.folder / name}" in finished.output
+        assert f"wrote {run.folder / name}" in run.output
 
 
-def test_interrupt_stops_cleanly(command: Callable[..., Command]) -> None:
-    run = command("--steps", "100000", *TINY)
-    run.wait_for("step ")
-    run.process.send_signal(signal.SIGINT)
-    result = run.finish(limit=5)
-    assert result.code == 130
-    assert len(run.ranks) == 2
-    assert not any(map(alive, run.ranks))
-    assert "Stopped after step " in result.output
-    assert "Traceback" not in result.output
-    assert f"wrote {result.folder / 'metrics.jsonl'}" in result.output
-    assert result.metrics
+def test_interrupt_stops_cleanly(endings: Endings) -> None:
+    run = endings.interrupted
+    assert run.code == 130
+    assert run.seconds < 5
+    assert not run.survivors
+    assert "Stopped after step " in run.output
+    assert "Traceback" not in run.output
+    assert f"wrote {run.folder / 'metrics.jsonl'}" in run.output
+    assert run.metrics
 
 
-def test_a_killed_rank_is_named(command: Callable[..., Command]) -> None:
-    run = command("--steps", "100000", *TINY)
-    run.wait_for("step ")
-    os.kill(run.ranks[1], signal.SIGKILL)
-    result = run.finish(limit=10)
-    assert result.code == 1
-    assert "rank 1 was ended by SIGKILL; the others were stopped." in result.output
-    assert not any(map(alive, run.ranks))
+def test_a_killed_rank_is_named(endings: Endings) -> None:
+    run = endings.rank_killed
+    assert run.code == 1
+    assert "rank 1 was ended by SIGKILL; the others were stopped." in run.output
+    assert not run.survivors
 
 
-def test_ranks_end_with_the_command_however_it_ends(command: Callable[..., Command]) -> None:
-    run = command("--ranks", "1", *TINY)
-    run.wait_for("starting")
-    wait_until(lambda: bool(children(run.process.pid)))
-    ranks = children(run.process.pid)
-    run.process.kill()
-    wait_until(lambda: not any(map(alive, ranks)))
+def test_ranks_end_with_the_command_however_it_ends(endings: Endings) -> None:
+    assert endings.command_killed.code == -signal.SIGKILL
+    assert not endings.command_killed.survivors
 
 
 @pytest.mark.parametrize(

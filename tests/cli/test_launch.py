@@ -94,9 +94,7 @@ def test_a_rank_that_ignores_the_polite_signal_is_stopped(
     module: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gradsync.cli.launch.STOP_SECONDS", 0.2)
-    name = module(
-        "signal.signal(signal.SIGTERM, signal.SIG_IGN); send('here', pid=os.getpid()); time.sleep(60)"
-    )
+    name = module("signal.signal(signal.SIGTERM, signal.SIG_IGN); send('here', pid=os.getpid()); time.sleep(60)")
     with Ranks(name, [], ranks=1) as ranks:
         pid = next(ranks.reports()).record["pid"]
     with pytest.raises(ProcessLookupError):

@@ -16,18 +16,14 @@ from gradsync.cli.gpt import GPT, Shape, generate, next_character_loss
 from gradsync.cli.history import History, waiting_share
 
 SHAPE = Shape(vocabulary=text.VOCABULARY, context=16, layers=2, heads=2, width=8)
-JOB = Job(
-    ranks=2, steps=40, seed=0, folder="", batch=2, context=16, layers=1, heads=4, width=16, learning_rate=1e-3
-)
+JOB = Job(ranks=2, steps=40, seed=0, folder="", batch=2, context=16, layers=1, heads=4, width=16, learning_rate=1e-3)
 
 
 def history(steps: int = 40, ranks: int = 2) -> History:
     made = History(ranks=ranks, steps=steps, tokens_per_step=64)
     for step in range(1, steps + 1):
         for rank in range(ranks):
-            made.add(
-                {"event": "step", "step": step, "loss": 4.0 / step + rank, "seconds": 0.5, "waited": 0.1}
-            )
+            made.add({"event": "step", "step": step, "loss": 4.0 / step + rank, "seconds": 0.5, "waited": 0.1})
             if step % 10 == 0:
                 made.add({"event": "validation", "step": step, "loss": 1.0 + rank})
     return made

@@ -58,9 +58,7 @@ class Running:
         # Kept as long as the test: memory of a barrier that is gone goes to the next one.
         self.barrier = FORK.Barrier(self.world_size)
         for rank in range(self.world_size):
-            self.pids[rank] = _fork(
-                case, implementation, rank, self.world_size, self.folder, self.barrier, timeout
-            )
+            self.pids[rank] = _fork(case, implementation, rank, self.world_size, self.folder, self.barrier, timeout)
 
     def poll(self):
         """The outcome, once the test has ended or its time is up; None before."""
@@ -203,8 +201,7 @@ def _where(log):
         return "an unknown place"
     in_test = next((f for f in frames if "/_internal/distributed/" in f[0]), frames[0])
     return " under ".join(
-        f"{Path(path).name}:{line} ({function})"
-        for path, line, function in dict.fromkeys([frames[0], in_test])
+        f"{Path(path).name}:{line} ({function})" for path, line, function in dict.fromkeys([frames[0], in_test])
     )
 
 

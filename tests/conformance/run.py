@@ -23,9 +23,7 @@ TORCHS_OWN = "torch.nn.parallel:DistributedDataParallel"
 
 def parse_arguments(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--impl", default=TORCHS_OWN, metavar="MODULE:CLASS", help="the class under test (%(default)s)"
-    )
+    parser.add_argument("--impl", default=TORCHS_OWN, metavar="MODULE:CLASS", help="the class under test (%(default)s)")
     parser.add_argument("--filter", metavar="REGEX", help="only tests whose name matches")
     parser.add_argument("--kind", choices=("behaviour", "internal"), help="only tests of this kind")
     parser.add_argument("--category", metavar="REGEX", help="only tests of a category that matches")
@@ -36,14 +34,12 @@ def parse_arguments(arguments=None):
         metavar="N",
         help="processes, where the test leaves it open (%(default)s)",
     )
-    parser.add_argument(
-        "--timeout", type=float, default=60, metavar="S", help="seconds a test has (%(default)g)"
-    )
+    parser.add_argument("--timeout", type=float, default=60, metavar="S", help="seconds a test has (%(default)g)")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="tests at a time (%(default)s)")
     parser.add_argument(
         "--against",
         metavar="BASELINE",
-        help="only the tests of a baseline file ('baseline' for the one beside this script); any that fails is an error",
+        help="only the tests of a baseline file ('baseline': the one beside this script); any failure is an error",
     )
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the results to this file")
     parser.add_argument("--verbose", action="store_true", help="show in full why a test failed")

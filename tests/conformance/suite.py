@@ -172,9 +172,7 @@ def _is_self(node):
 
 
 def _mentions_class(parts):
-    return any(
-        getattr(part, "attr", None) == CLASS_NAME or getattr(part, "id", None) == CLASS_NAME for part in parts
-    )
+    return any(getattr(part, "attr", None) == CLASS_NAME or getattr(part, "id", None) == CLASS_NAME for part in parts)
 
 
 @functools.cache
@@ -187,9 +185,7 @@ def _names_private_to_torch():
     names = set(dir(dist.Reducer)) | set(dir(dist.Logger))
     names |= set(vars(distributed.DistributedDataParallel))
     names |= {
-        name
-        for name, value in vars(distributed).items()
-        if getattr(value, "__module__", None) == distributed.__name__
+        name for name, value in vars(distributed).items() if getattr(value, "__module__", None) == distributed.__name__
     }
     names |= {
         node.attr

@@ -249,7 +249,9 @@ def checkpoint_reentrant_differs_by_rank(env: Env) -> None:
     mean_square(env, times=1 + (env.rank + env.step) % 3)
 
 
-also("checkpoint_late_without_views", "checkpoint_reentrant_differs_by_rank", options={"gradient_as_bucket_view": False})
+also(
+    "checkpoint_late_without_views", "checkpoint_reentrant_differs_by_rank", options={"gradient_as_bucket_view": False}
+)
 also("checkpoint_late_zeroing_in_place", "checkpoint_reentrant_differs_by_rank", zero=False)
 
 
@@ -297,7 +299,7 @@ class Gan(nn.Module):
         self.judge = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
 
     def forward(self, x: Tensor, made: bool) -> Tensor:
-        return self.judge(self.maker(x)) if made else self.judge(x)  # type: ignore[no-any-return]
+        return self.judge(self.maker(x)) if made else self.judge(x)
 
 
 @case(Gan)
@@ -437,7 +439,7 @@ class Recurrent(nn.Module):
         self.lstm = nn.LSTM(4, 3, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.lstm(x)[0]  # type: ignore[no-any-return]
+        return self.lstm(x)[0]
 
 
 @case(Recurrent, torch={})
@@ -446,7 +448,7 @@ def lstm(env: Env) -> None:
 
 
 def _channels_last() -> nn.Module:
-    model = nn.Sequential(nn.Conv2d(3, 5, 3), nn.ReLU(), nn.Conv2d(5, 2, 3))
+    model: Any = nn.Sequential(nn.Conv2d(3, 5, 3), nn.ReLU(), nn.Conv2d(5, 2, 3))
     return model.to(memory_format=torch.channels_last)
 
 
@@ -489,7 +491,7 @@ class Words(nn.Module):
         self.out = nn.Linear(4, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.table(x))  # type: ignore[no-any-return]
+        return self.out(self.table(x))
 
 
 def _words(env: Env) -> Tensor:
@@ -542,8 +544,7 @@ def grad_scaler_and_clipping(env: Env) -> None:
 
 @case(mlp)
 def tensor_hooks_see_the_local_gradient(env: Env) -> None:
-    assert isinstance(env.module, nn.Sequential)
-    weight = env.module[0].weight
+    weight = next(env.module.parameters())
     handle = weight.register_hook(lambda gradient: gradient * (env.rank + 1))
     mean_square(env)
     handle.remove()

@@ -27,7 +27,7 @@ def draw(history: History, *, parameters: int, path: Path) -> None:
     _draw_loss(loss, history)
     _draw_waiting(waiting, history)
     loss.set_title(
-        f"{count(history.ranks, 'rank')}, {parameters:,} parameters, {history.tokens:,} characters",
+        f"gradsync: {count(history.ranks, 'rank')}, {parameters:,} parameters, {history.tokens:,} characters",
         loc="left",
         color=INK,
         fontsize=12,
@@ -41,7 +41,7 @@ def draw(history: History, *, parameters: int, path: Path) -> None:
 def _draw_loss(axes: Any, history: History) -> None:
     numbers = [s.step for s in history.steps]
     axes.plot(numbers, [s.loss for s in history.steps], color=LOSS, alpha=0.28, linewidth=0.8)
-    axes.plot(numbers, history.smoothed, color=LOSS, linewidth=2, label="training, smoothed")
+    axes.plot(numbers, history.smoothed, color=LOSS, linewidth=2, label="training")
     axes.plot(
         [v.step for v in history.validations],
         [v.loss for v in history.validations],
@@ -49,7 +49,7 @@ def _draw_loss(axes: Any, history: History) -> None:
         color=HELD_OUT,
         markersize=5.5,
         markeredgecolor="white",
-        label="validation",
+        label="validation (held-out files)",
         zorder=3,
     )
     axes.set_ylabel("loss (nats a character)", color=QUIET)
@@ -64,10 +64,10 @@ def _draw_waiting(axes: Any, history: History) -> None:
     axes.stairs(shares, [0.5 + b for b in bounds], fill=True, color=WAITING, alpha=0.75)
     axes.set_ylim(0, max(0.1, 1.25 * max(shares)))
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    axes.yaxis.set_major_locator(MaxNLocator(3))
-    axes.set_ylabel("waiting", color=QUIET)
+    axes.yaxis.set_major_locator(MaxNLocator(3, steps=[1, 2, 5, 10]))
+    axes.set_ylabel("time waiting", color=QUIET)
     axes.set_xlabel("step", color=QUIET)
-    axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 5, 10], integer=True))
 
 
 def _style(axes: Any) -> None:

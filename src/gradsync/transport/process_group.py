@@ -77,10 +77,11 @@ class ProcessGroupTransport:
         store = _torch.store_of(self.group)
         keys = [f"gradsync/{topic}/{rank}" for rank in range(self.size)]
         store.set(keys[self.rank], text)
+        limit = _torch.timeout_of(self.group)
         silent: list[int] = []
         for rank, key in enumerate(keys):
-            try:  # the store's own time limit counts for the first silent rank, none for the others
-                store.wait([key], *([timedelta(milliseconds=10)] if silent else []))
+            try:  # once one rank was silent for the whole time, the others had that time too
+                store.wait([key], timedelta(milliseconds=10) if silent else limit)
             except RuntimeError:
                 silent.append(rank)
         if silent:

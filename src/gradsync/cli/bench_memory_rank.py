@@ -1,0 +1,85 @@
+"""One rank of the memory part of `gradsync bench engine`: the peak while one contender trains an MLP."""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from gradsync.cli.bench_contenders import contender
+from gradsync.cli.bench_models import make_mlp
+from gradsync.cli.report import Reporter, reporting
+
+MODULE = "gradsync.cli.bench_memory_rank"
+BATCH = 4
+MIB = 1024 * 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What every rank is told."""
+
+    contender: str
+    width: int
+    layers: int
+    steps: int
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, line: str) -> Job:
+        return cls(**json.loads(line))
+
+
+def train(job: Job, report: Reporter) -> None:
+    """Reports the peak of the beginning, in which buckets are made, and that of the steps after it."""
+    forget_peak()
+    module = contender(job.contender).wrap(make_mlp(job.width, job.layers))
+    optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
+    peaks = []
+    for _ in range(2):
+        for _ in range(job.steps):
+            optimizer.zero_grad(set_to_none=True)
+            module(torch.ones(BATCH, job.width)).sum().backward()
+            optimizer.step()
+        peaks.append(peak_bytes() / MIB)
+        forget_peak()
+    parameters = sum(p.numel() for p in module.parameters())
+    report.send("peak", parameters=parameters, start=peaks[0], steady=peaks[1])
+
+
+def forget_peak() -> None:
+    """From here on a new peak is recorded (5: reset the high water mark); not all kernels allow it."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return
+
+
+def peak_bytes() -> int:
+    """The largest resident size so far. `VmHWM` follows `forget_peak`, `ru_maxrss` does not."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+
+
+def main() -> None:
+    with reporting() as report:
+        job = Job.from_json(sys.argv[1])
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+        train(job, report)
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

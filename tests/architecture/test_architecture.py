@@ -1,0 +1,141 @@
+"""Who imports whom, what is public, and how quiet an import is."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gradsync
+
+SOURCE = Path(gradsync.__file__).parent
+
+GROUND = {"errors", "options", "events", "_torch", "_version"}  # import nothing of ours but each other
+# For each room or file at the top: what it may import besides itself and the ground floor.
+MAY_IMPORT = {
+    "transport": set[str](),
+    "observe": set[str](),
+    "contract": set[str](),
+    "guard": {"transport"},
+    "engine": {"transport", "guard", "observe"},
+    "groups": set[str](),
+    "replica": {"engine", "observe", "contract"},
+    "replicate": {"engine", "contract", "groups", "replica", "transport"},
+    "ddp_private": {"engine", "ddp"},  # the latter for annotations only
+    "ddp": {"engine", "contract", "groups", "replica", "transport", "ddp_private"},
+    "cli": {"gradsync"},
+    "__init__": {"ddp", "replica", "replicate", "guard", "observe", "errors", "options", "_version"},
+}
+# `plan.py` and the transports know nothing of what is above them; see also MAY_IMPORT.
+PURE = {"engine/plan.py": {"torch", "math", "collections", "dataclasses", "__future__"}}
+PUBLIC = {
+    "DistributedDataParallel",
+    "Options",
+    "ReplicateModule",
+    "Statistics",
+    "__version__",
+    "allow_unsynchronised_steps",
+    "errors",
+    "fingerprint",
+    "replicate",
+    "statistics",
+    "unreplicate",
+}
+
+
+def _files() -> list[Path]:
+    return sorted(SOURCE.rglob("*.py"))
+
+
+def _imports(path: Path) -> set[str]:
+    """Dotted names of all modules that a file imports, wherever in it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def _room(path: Path) -> str:
+    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
+
+
+def _rooms_imported(path: Path) -> set[str]:
+    ours = [name.split(".") for name in _imports(path) if name.split(".")[0] == "gradsync"]
+    return {parts[1] if len(parts) > 1 else "gradsync" for parts in ours}
+
+
+@pytest.mark.parametrize("path", _files(), ids=lambda path: str(path.relative_to(SOURCE)))
+def test_who_imports_whom(path: Path) -> None:
+    room = _room(path)
+    rooms = _rooms_imported(path) - {room}
+    if room in GROUND:
+        assert rooms <= GROUND, f"the ground floor imports nothing of ours: {rooms - GROUND}"
+    elif room == "cli":  # uses what everybody can use
+        public = {*PUBLIC, *GROUND, "gradsync"}
+        assert rooms <= public, f"the command line uses public names only: {rooms - public}"
+    elif room != "__init__":
+        allowed = MAY_IMPORT[room] | GROUND
+        assert rooms <= allowed, f"{room} may not import {rooms - allowed}"
+
+
+def test_the_plan_is_pure() -> None:
+    for file, allowed in PURE.items():
+        assert {name.split(".")[0] for name in _imports(SOURCE / file)} <= allowed
+        assert "distributed" not in (SOURCE / file).read_text()
+
+
+def test_one_door_to_torchs_private_names() -> None:
+    for path in _files():
+        if path.name == "_torch.py":
+            continue
+        for name in _imports(path):
+            private = [part for part in name.split(".") if part.startswith("_") and not part.startswith("__")]
+            assert not name.startswith("torch") or not private, f"{path}: {name} belongs behind _torch.py"
+
+
+def test_the_engine_is_our_own() -> None:
+    forbidden = ("torch.nn.parallel.DistributedDataParallel", "dist.Reducer", "fully_shard", "_fsdp")
+    for path in _files():
+        if _room(path) == "cli":
+            continue  # the benchmark compares with them
+        names = _imports(path)
+        assert not any(word in name for name in names for word in forbidden), path
+
+
+def test_public_names() -> None:
+    assert set(gradsync.__all__) == PUBLIC
+    for name in PUBLIC:
+        assert hasattr(gradsync, name)
+
+
+QUIET = """
+import logging, os, sys, threading, warnings
+warnings.simplefilter("error")
+import torch
+before = dict(os.environ), list(logging.root.handlers), threading.active_count(), set(sys.modules)
+import gradsync
+assert dict(os.environ) == before[0]
+assert logging.root.handlers == before[1]
+assert threading.active_count() == before[2]
+new = set(sys.modules) - before[3]
+assert "torch._dynamo" not in sys.modules, "importing gradsync imports torch._dynamo"
+assert not [name for name in new if name.startswith(("torch._inductor", "rich", "typer", "matplotlib", "gradsync.cli"))]
+"""
+
+
+def test_importing_is_quiet() -> None:
+    done = subprocess.run([sys.executable, "-c", QUIET], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_every_folder_of_the_house_says_what_it_is() -> None:
+    for path in _files():
+        tree = ast.parse(path.read_text())
+        assert ast.get_docstring(tree) or path.name in ("_version.py",), f"{path} has no docstring"
