@@ -27,7 +27,7 @@ INTERRUPTED = 130  # what a shell reports for Ctrl-C
 
 def demo(
     ranks: int = typer.Option(2, min=1, help="Processes that train together."),
-    steps: int = typer.Option(900, min=1, help="Steps of the optimizer; the default takes about 90 s on 2 cores."),
+    steps: int = typer.Option(800, min=1, help="Steps of the optimizer; the default takes about 90 s on 2 cores."),
     out: Path = typer.Option(Path("demo-out"), help="Folder for loss.png, metrics.jsonl and summary.json."),
     seed: int = typer.Option(0, help="Seed of the parameters and the batches."),
     source: Path = typer.Option(

@@ -73,7 +73,8 @@ def _python_files(folder: Path) -> Iterator[Path]:
     """Prunes as it walks: `site-packages` alone can hold ten thousand files."""
     for parent, folders, names in os.walk(folder):
         folders[:] = sorted(set(folders) - SKIPPED)
-        yield from (Path(parent, name) for name in sorted(names) if name.endswith(".py"))
+        paths = (Path(parent, name) for name in sorted(names) if name.endswith(".py"))
+        yield from (path for path in paths if path.is_file())  # not a link to nowhere
 
 
 def _size(files: Sequence[Path]) -> int:

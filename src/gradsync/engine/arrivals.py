@@ -43,10 +43,13 @@ class Arrivals:
             self.counts[index] += 1
             self.listener(index)
 
-    def clear(self) -> None:
-        """Forgets the round: everything is synchronised now."""
+    def forget_round(self) -> None:
+        """The round is over. What was dirty still is, until `synchronised`."""
         self.counts = [0] * len(self.counts)
         self.order = []
+
+    def synchronised(self) -> None:
+        """The round has carried every gradient."""
         self.dirty = set()
 
 

@@ -97,7 +97,7 @@ class Engine:
             raise InvalidOptionError(f"a round's weight must be a finite number from 0 on, but is {weight}")
         if self.options.reduce != "mean":
             raise InvalidOptionError(f"weights are for reduce='mean'; here it is {self.options.reduce!r}")
-        self.reducer.weight = float(weight)
+        self.reducer.delivery.weight = float(weight)
 
     def promise_static_graph(self) -> None:
         self.options = self.reducer.options = replace(self.options, static_graph=True)

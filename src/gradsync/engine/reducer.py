@@ -30,28 +30,20 @@ from torch import Tensor
 from gradsync import _torch
 from gradsync.engine.arrivals import Arrivals
 from gradsync.engine.backward import Backward, accumulates
-from gradsync.engine.bucket import Bucket, fill
+from gradsync.engine.bucket import Bucket
+from gradsync.engine.delivery import Delivery, InFlight
 from gradsync.engine.plan import Plan, Spec, delay, make_plan
 from gradsync.errors import UnfinishedRoundError
 from gradsync.events import BucketLaunched, Recorder, RoundClosed
+from gradsync.guard import strict
 from gradsync.options import Options
-from gradsync.transport.base import Transport, Work
+from gradsync.transport.base import Transport
 
 
 class Phase(Enum):
     IDLE = auto()  # between rounds
     OPEN = auto()  # backward runs
     CLOSING = auto()  # backward ended, gradients are being delivered
-
-
-@dataclass(frozen=True)
-class InFlight:
-    """A launched bucket. Keeps its memory alive until the work is done."""
-
-    bucket: Bucket
-    work: Work
-    used: list[bool]  # by this rank
-    held: list[Tensor | None]  # what `.grad` was, where it may be needed again
 
 
 @dataclass
@@ -74,8 +66,6 @@ class Reducer:
     ) -> None:
         self.phase = Phase.IDLE
         self.rounds = 0
-        self.weight = 1.0
-        """This rank's share in the mean, for the next round only."""
         self.recorder: Recorder | None = None
         self.at_open: Callable[[bool], bool] | None = None
         """Asked, with whether an output was passed, before a round opens; False: this backward is none."""
@@ -83,7 +73,6 @@ class Reducer:
         """Called at the end of each round, on all ranks alike: it may communicate."""
         self._transport = transport
         self.options = options
-        self._weight_unit = 1.0
         self._round: Round | None = None
         self._not_a_round = _torch.NO_GRAPH_TASK  # a backward that `at_open` refused
         self._unfinished: UnfinishedRoundError | None = None
@@ -98,6 +87,7 @@ class Reducer:
         self.buckets: list[Bucket] = []
         self._bucket_of = [-1] * len(self.parameters)
         self._expected = [0] * len(self.parameters)
+        self.delivery = Delivery(self.parameters, self.specs, self._transport, self.options)
         share = self._share_out if self.options.reduce == "sum" else None
         self._arrivals = Arrivals(self.parameters, before=share)
 
@@ -176,7 +166,7 @@ class Reducer:
         if number < 0:  # no plan yet, or a sparse gradient, which travels at the end
             return
         if self._strict and self._arrivals.counts[index] > 1:
-            raise self._ready_twice(index)
+            raise strict.ready_twice(self.rank, index, self.specs[index].name)
         if number < len(opened.launched):
             opened.late.add(index)
             return
@@ -203,15 +193,8 @@ class Reducer:
         return [sum(self._expected[p.index] > 0 for p in b.plan.places) for b in self.buckets]
 
     def _share_out(self, index: int) -> None:
-        """Before a sum grows by another backward: each rank keeps its share of what all have in common.
-
-        `.grad` holds an earlier round's sum, the same everywhere. The next round adds up all ranks'
-        `.grad`, so each may bring only 1/N of it. (A mean needs no such care.)
-        """
-        gradient = self.parameters[index].grad
-        if index not in self.dirty and gradient is not None:
-            with torch.no_grad():
-                gradient.div_(self._transport.size)
+        if index not in self.dirty:
+            self.delivery.share_out(index)
 
     # --- during backward -----------------------------------------------------------------------
 
@@ -228,43 +211,12 @@ class Reducer:
 
     @torch.no_grad()
     def _launch(self, opened: Round, number: int, extra: Sequence[bool] = ()) -> None:
-        """Collects a bucket's gradients and hands it to the transport."""
         bucket = self.buckets[number]
-        dirty, summing = self.dirty, self.options.reduce == "sum"
-        views, gradients, empty, shared = [], [], [], []
-        used: list[bool] = []
-        held: list[Tensor | None] = []
-        for place, view in zip(bucket.plan.places, bucket.views, strict=True):
-            parameter = self.parameters[place.index]
-            gradient = parameter.grad
-            is_used = gradient is not None and place.index in dirty
-            used.append(is_used)
-            # A gradient that the view replaces is let go at once: memory for one set is enough.
-            held.append(None if is_used and self.options.gradient_as_bucket_view else gradient)
-            if gradient is None:
-                empty.append(view)
-            elif gradient is not view:
-                views.append(view)
-                gradients.append(gradient)
-            if summing and gradient is not None and not is_used:
-                shared.append(view)  # as in `_share_out`
-            parameter.grad = None
-        fill(views, gradients)
-        if empty:
-            torch._foreach_zero_(empty)
-        if shared:
-            torch._foreach_div_(shared, self._transport.size)
-        bucket.write_tail(used, extra)
-        work = self._transport.reduce(bucket.buffer, self._scale())
-        opened.launched.append(InFlight(bucket, work, used, held))
+        opened.launched.append(self.delivery.launch(bucket, self.dirty, extra))
         if self.recorder is not None:
             overlapped = self.phase is Phase.OPEN
-            self.recorder(BucketLaunched(opened.number, number, bucket.plan.nbytes, time.perf_counter(), overlapped))
-
-    def _scale(self) -> float:
-        if self.options.reduce == "sum":
-            return 1.0
-        return self.weight / (self._weight_unit * self._transport.size)
+            now = time.perf_counter()
+            self.recorder(BucketLaunched(opened.number, number, bucket.plan.nbytes, now, overlapped))
 
     # --- the end of backward -------------------------------------------------------------------
 
@@ -282,6 +234,7 @@ class Reducer:
             corrected = self._finish(opened, late)
             if self.at_close is not None:
                 self.at_close()
+            self._arrivals.synchronised()
         finally:
             self._forget_round()
         self.rounds += 1
@@ -335,108 +288,45 @@ class Reducer:
         for number in range(len(opened.launched), last):
             self._launch(opened, number)
         sparse_used = [self._has_gradient(index) for index in self.plan.sparse]
-        incomplete = self._strict and len(self._arrivals.order) < len(self.parameters)
+        incomplete = self._strict and bool(self._missing())
         self._launch(opened, last, extra=[late, incomplete, *sparse_used])
         waited = 0.0
         for flight in opened.launched:
             began = time.perf_counter()
             flight.work.wait()
             waited += time.perf_counter() - began
-            self._deliver(flight)
+            self.delivery.deliver(flight)
         return waited
 
     def _has_gradient(self, index: int) -> bool:
         return index in self.dirty and self.parameters[index].grad is not None
-
-    def _deliver(self, flight: InFlight) -> None:
-        """Gives every parameter of the bucket its reduced gradient."""
-        bucket, keep = flight.bucket, not self.options.gradient_as_bucket_view
-        self._divide(bucket)
-        used = flight.used if all(flight.used) and self.weight > 0 else bucket.read_usage()
-        targets, sources = [], []
-        rows = zip(bucket.plan.places, bucket.views, flight.held, used, strict=True)
-        for place, view, held, is_used in rows:
-            if not is_used:
-                gradient = held  # nobody used it: as it was, and None stays None
-            elif keep:
-                gradient = torch.empty_like(view) if held is None or held is view else held.detach()
-                targets.append(gradient)
-                sources.append(view)
-            else:
-                gradient = view
-            self.parameters[place.index].grad = gradient
-        fill(targets, sources)
-
-    def _divide(self, bucket: Bucket) -> None:
-        """Makes the weighted sum a mean. With equal weights the sum of scales is 1 already."""
-        weight = self._weight_of(bucket)
-        if weight <= 0:
-            bucket.data.zero_()
-        elif weight != 1:
-            bucket.data.div_(weight)
-
-    def _weight_of(self, bucket: Bucket) -> float:
-        """The ranks' scales added up: 1, not nearly 1, if they only differ from it by rounding."""
-        if self.options.reduce == "sum":
-            return 1.0
-        weight = bucket.read_weight()
-        rounding = self._transport.size * torch.finfo(bucket.plan.dtype).eps
-        return 1.0 if abs(weight - 1) <= rounding else weight
 
     def _finish(self, opened: Round, late: dict[int, Tensor]) -> bool:
         """Sparse gradients, and the second pass if any rank asked for one."""
         assert self.plan is not None
         last = opened.launched[-1].bucket
         any_late, incomplete, *sparse_used = last.read_extra()
-        weight = self._weight_of(last)
+        weight = self.delivery.total_weight(last)
         for index, used in zip(self.plan.sparse, sparse_used, strict=True):
             if used:
-                self._reduce_sparse(index, weight)
+                self.delivery.carry_sparse(index, weight)
+            elif index in self.dirty:  # by ranks of no weight: as if nobody had
+                self.parameters[index].grad = None
         if any_late:
-            self._second_pass(late)
+            self.delivery.carry_late(self.plan.buckets, late)
         if incomplete:
-            self._unfinished = self._not_all_used()
-        if weight > 0:  # the next round's weights are measured in units of this one's mean
-            self._weight_unit *= weight
+            self._unfinished = strict.not_all_used(self.rank, opened.number, self._missing(), self._names())
+        self.delivery.end_round(weight)
         for index, count in enumerate(self._arrivals.counts):
             if count > self._expected[index]:
                 self._expected[index] = count
         return any_late
 
-    def _reduce_sparse(self, index: int, weight: float) -> None:
-        parameter = self.parameters[index]
-        gradient = parameter.grad
-        if gradient is None:
-            gradient = torch.zeros_like(parameter).to_sparse(1)
-        elif gradient.layout is not torch.sparse_coo:
-            gradient = gradient.to_sparse(1)
-        scale = self._scale() / weight if weight > 0 else 0.0
-        parameter.grad = self._transport.reduce_sparse(gradient, scale).result()
-
-    def _second_pass(self, late: dict[int, Tensor]) -> None:
-        """Carries gradients that arrived after their bucket had left, and adds them to the result."""
-        assert self.plan is not None
-        for planned in self.plan.buckets:
-            bucket = Bucket(planned, self.specs, self._transport)
-            used = [place.index in late for place in planned.places]
-            rows = zip(planned.places, bucket.views, used, strict=True)
-            views = [view for _, view, is_used in rows if is_used]
-            fill(views, [late[place.index] for place in planned.places if place.index in late])
-            bucket.write_tail(used)
-            self._transport.reduce(bucket.buffer, self._scale()).wait()
-            self._divide(bucket)
-            for place, view, is_used in zip(planned.places, bucket.views, bucket.read_usage(), strict=True):
-                parameter = self.parameters[place.index]
-                if is_used and parameter.grad is not None:
-                    parameter.grad.add_(view)
-                elif is_used:
-                    parameter.grad = view.clone()
-
     def _forget_round(self) -> None:
-        self._arrivals.clear()
+        self._arrivals.forget_round()
         self._backward.forget()
         self._round = None
-        self.weight = 1.0
+        self.delivery.weight = 1.0
         self.phase = Phase.IDLE
 
     # --- torch's strictness, for those who ask for it ------------------------------------------
@@ -445,27 +335,9 @@ class Reducer:
     def _strict(self) -> bool:
         return self.options.find_unused_parameters is False and not self.options.static_graph
 
-    def _not_all_used(self) -> UnfinishedRoundError:
-        seen = set(self._arrivals.order)
-        missing = [index for index in range(len(self.parameters)) if index not in seen]
-        which = "Parameters of another rank did not receive grad"
-        if missing:
-            names = ", ".join(self.specs[index].name for index in missing)
-            indices = " ".join(map(str, missing))
-            which = (
-                f"Parameters which did not receive grad for rank {self.rank}: {names}. "
-                f"Parameter indices which did not receive grad for rank {self.rank}: {indices}"
-            )
-        return UnfinishedRoundError(
-            "Expected to have finished reduction in the prior iteration before starting a new one. "
-            f"{which} (round {self.rounds}). find_unused_parameters=False was given, which makes this an error; "
-            "leave the argument out and parameters may be used or not."
-        )
+    def _missing(self) -> list[int]:
+        arrived = set(self._arrivals.order)
+        return [index for index in range(len(self.parameters)) if index not in arrived]
 
-    def _ready_twice(self, index: int) -> UnfinishedRoundError:
-        return UnfinishedRoundError(
-            f"Expected to mark a variable ready only once. rank {self.rank}: Parameter at index {index} with "
-            f"name {self.specs[index].name} received a gradient more than once in one backward, as happens with "
-            "reentrant checkpointing. find_unused_parameters=False was given, which makes this an error; leave "
-            "the argument out and it is right."
-        )
+    def _names(self) -> list[str]:
+        return [spec.name for spec in self.specs]

@@ -1,0 +1,168 @@
+"""What happens to one bucket: gradients collected, handed to the transport, and given back reduced.
+
+The reducer decides when; everything here is the same whenever it happens. While a bucket is under
+way its parameters' `.grad` is None: nothing can write into memory that is being reduced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradsync.engine.bucket import Bucket, fill
+from gradsync.engine.plan import BucketPlan, Spec
+from gradsync.options import Options
+from gradsync.transport.base import Transport, Work
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """A launched bucket. Keeps its memory alive until the work is done."""
+
+    bucket: Bucket
+    work: Work
+    used: list[bool]  # by this rank
+    held: list[Tensor | None]  # what `.grad` was, where it may be needed again
+
+
+class Delivery:
+    """Carries buckets of one list of parameters there and back."""
+
+    def __init__(
+        self, parameters: Sequence[Tensor], specs: Sequence[Spec], transport: Transport, options: Options
+    ) -> None:
+        self.weight = 1.0
+        """This rank's share in the mean, for the round under way or the next one."""
+        self._parameters = parameters
+        self._specs = specs
+        self._transport = transport
+        self._mean = options.reduce == "mean"
+        self._as_view = options.gradient_as_bucket_view
+        self._weight_unit = 1.0  # the ranks' mean weight in the latest round
+
+    # --- there -----------------------------------------------------------------------------------
+
+    def launch(self, bucket: Bucket, dirty: Set[int], extra: Sequence[bool] = ()) -> InFlight:
+        """Collects the gradients of a bucket and hands it to the transport.
+
+        A dirty parameter brings its gradient. A clean one brings the `.grad` it has, which an
+        earlier round left and which is the same on all ranks, or zeros.
+        """
+        views, gradients, empty, shared = [], [], [], []
+        used: list[bool] = []
+        held: list[Tensor | None] = []
+        for place, view in zip(bucket.plan.places, bucket.views, strict=True):
+            parameter = self._parameters[place.index]
+            gradient = parameter.grad
+            is_used = gradient is not None and place.index in dirty
+            used.append(is_used)
+            # A gradient that the view replaces is let go at once: memory for one set is enough.
+            # One of no weight is let go too: if nobody else has one, there was none.
+            held.append(None if is_used and (self._as_view or not self.weight) else gradient)
+            if gradient is None:
+                empty.append(view)
+            elif gradient is not view:
+                views.append(view)
+                gradients.append(gradient)
+            if not self._mean and gradient is not None and not is_used:
+                shared.append(view)
+            parameter.grad = None
+        fill(views, gradients)
+        if empty:
+            torch._foreach_zero_(empty)
+        if shared:  # as in `share_out`
+            torch._foreach_div_(shared, self._transport.size)
+        bucket.write_tail(used, extra)
+        return InFlight(bucket, self._transport.reduce(bucket.buffer, self._scale()), used, held)
+
+    def share_out(self, index: int) -> None:
+        """Before a sum grows by another backward: each rank keeps its share of what all have in common.
+
+        `.grad` holds an earlier round's sum, the same everywhere. The next round adds up all ranks'
+        `.grad`, so each may bring only 1/N of it. (A mean needs no such care.)
+        """
+        gradient = self._parameters[index].grad
+        if gradient is not None:
+            with torch.no_grad():
+                gradient.div_(self._transport.size)
+
+    def _scale(self) -> float:
+        return self.weight / (self._weight_unit * self._transport.size) if self._mean else 1.0
+
+    # --- and back --------------------------------------------------------------------------------
+
+    def deliver(self, flight: InFlight) -> None:
+        """Gives every parameter of a bucket that has been reduced its gradient."""
+        bucket = flight.bucket
+        self._divide(bucket)
+        used = flight.used if all(flight.used) and self.weight > 0 else bucket.read_usage()
+        targets, sources = [], []
+        rows = zip(bucket.plan.places, bucket.views, flight.held, used, strict=True)
+        for place, view, held, is_used in rows:
+            if not is_used:
+                gradient = held  # nobody used it: as it was, and None stays None
+            elif self._as_view:
+                gradient = view
+            else:
+                gradient = torch.empty_like(view) if held is None or held is view else held.detach()
+                targets.append(gradient)
+                sources.append(view)
+            self._parameters[place.index].grad = gradient
+        fill(targets, sources)
+
+    def total_weight(self, bucket: Bucket) -> float:
+        """The ranks' scales added up: 1, and not nearly 1, if they only differ from it by rounding."""
+        if not self._mean:
+            return 1.0
+        weight = bucket.read_weight()
+        rounding = self._transport.size * torch.finfo(bucket.plan.dtype).eps
+        return 1.0 if abs(weight - 1) <= rounding else weight
+
+    def end_round(self, total_weight: float) -> None:
+        """The next round's weights are measured in units of this one's mean, so that they are near 1."""
+        if total_weight > 0:
+            self._weight_unit *= total_weight
+        self.weight = 1.0
+
+    def _divide(self, bucket: Bucket) -> None:
+        """Makes a weighted sum a mean. With equal weights it is one already."""
+        weight = self.total_weight(bucket)
+        if weight <= 0:
+            bucket.data.zero_()
+        elif weight != 1:
+            bucket.data.div_(weight)
+
+    # --- what does not go the usual way ----------------------------------------------------------
+
+    def carry_sparse(self, index: int, total_weight: float) -> None:
+        """A sparse gradient travels by itself: its indices and values, no bucket."""
+        parameter = self._parameters[index]
+        gradient = parameter.grad
+        if gradient is None:
+            gradient = torch.zeros_like(parameter).to_sparse(1)
+        elif gradient.layout is not torch.sparse_coo:
+            gradient = gradient.to_sparse(1)
+        scale = self._scale() / total_weight if total_weight > 0 else 0.0
+        parameter.grad = self._transport.reduce_sparse(gradient, scale).result()
+
+    def carry_late(self, plans: Sequence[BucketPlan], late: Mapping[int, Tensor]) -> None:
+        """A second pass for gradients that arrived after their bucket had left; adds them to the result."""
+        for plan in plans:
+            bucket = Bucket(plan, self._specs, self._transport)
+            used = [place.index in late for place in plan.places]
+            fill(
+                [view for view, is_used in zip(bucket.views, used, strict=True) if is_used],
+                [late[place.index] for place in plan.places if place.index in late],
+            )
+            bucket.write_tail(used)
+            self._transport.reduce(bucket.buffer, self._scale()).wait()
+            self._divide(bucket)
+            for place, view, is_used in zip(plan.places, bucket.views, bucket.read_usage(), strict=True):
+                parameter = self._parameters[place.index]
+                if is_used and parameter.grad is not None:
+                    parameter.grad.add_(view)
+                elif is_used:
+                    parameter.grad = view.clone()
