@@ -146,7 +146,8 @@ class DistributedDataParallel(TorchPrivate, Replica, nn.Module):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         engine = self._engine
-        engine.before_forward()
+        with self._errors_noted():
+            engine.before_forward()
         if self.device_ids:
             moved_inputs, moved_kwargs = self.to_kwargs(inputs, kwargs, self.device_ids[0])
             inputs, kwargs = moved_inputs[0], moved_kwargs[0]

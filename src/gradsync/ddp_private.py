@@ -5,18 +5,17 @@ Each does with our engine what its namesake does with torch's. Nothing else in g
 
 from __future__ import annotations
 
-import os
+import contextlib
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from gradsync.ddp_logging import RuntimeLog, configuration
 from gradsync.engine.buffers import BufferHook, BufferHookLocation
 from gradsync.engine.engine import Engine
-from gradsync.engine.plan import Plan, make_plan
 from gradsync.errors import InvalidOptionError, UnfinishedRoundError
 from gradsync.options import MIB, Options
 
@@ -47,7 +46,9 @@ class TorchPrivate:
         self.bucket_bytes_cap_default = options.bucket_cap_mb is None and not options.bucket_cap_mb_list
         self.broadcast_bucket_size = 250 * MIB
         self._ddp_sink_clone = True
-        self._logging_sample_rate = 100
+        self._error = ""
+        self._log = RuntimeLog()
+        self._engine.recorders.append(self._log.record)
 
     @classmethod
     def _get_active_ddp_module(cls) -> DistributedDataParallel | None:
@@ -84,6 +85,13 @@ class TorchPrivate:
             raise TypeError("Communication hook must be callable.")
         self._engine.buffers.register_hook(state, hook, BufferHookLocation(comm_hook_location.value))
 
+    def _default_broadcast_coalesced(
+        self, bufs: Sequence[Tensor] | None = None, bucket_size: int | None = None, authoritative_rank: int = 0
+    ) -> None:
+        """Broadcasts the buffers, or those given, from one rank."""
+        tensors = list(bufs) if bufs is not None else [buffer for _, buffer in self._engine.buffers.named()]
+        self._engine.transport.broadcast(tensors, authoritative_rank)
+
     # --- the graph ---------------------------------------------------------------------------------
 
     def _set_static_graph(self) -> None:
@@ -91,9 +99,8 @@ class TorchPrivate:
             warnings.warn("You've set static_graph to be True, no need to set it again.", stacklevel=2)
             return
         if self._engine.statistics.rounds:
-            raise InvalidOptionError(
-                "self.static_graph should be called before training loop starts, that is, before the first backward."
-            )
+            self._error = "_set_static_graph should be called before training loop starts: before the first backward."
+            raise InvalidOptionError(self._error)
         self.static_graph = True
         self._engine.promise_static_graph()
         if self.find_unused_parameters:
@@ -121,16 +128,20 @@ class TorchPrivate:
     # --- logging -----------------------------------------------------------------------------------
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        """Accepted: times are taken in every round, which costs next to nothing here."""
+        """Of the rounds after the tenth, which are logged: one in `sample_rate`."""
         if sample_rate < 1:
             raise InvalidOptionError("DDP runtime logging sample rate should be equal or greater than 1")
-        self._logging_sample_rate = sample_rate
+        self._log.sample_rate = sample_rate
 
     def _build_debug_param_to_name_mapping(self, parameters: list[Tensor]) -> dict[int, str]:
-        names = {id(p): name for name, p in self._engine.module.named_parameters()}
+        reducer = self._engine.reducer
+        names = {id(p): spec.name for p, spec in zip(reducer.parameters, reducer.specs, strict=True)}
         unknown = [index for index, p in enumerate(parameters) if id(p) not in names]
         if unknown:
-            raise InvalidOptionError(f"Param with name not found in module: parameters at index {unknown}.")
+            raise InvalidOptionError(
+                f"Expected param to name mapping to have an entry for each parameter, but those at index {unknown} "
+                "are not managed by this module."
+            )
         return {index: names[id(p)] for index, p in enumerate(parameters)}
 
     def _build_params_for_reducer(self) -> tuple[list[Tensor], list[bool]]:
@@ -140,67 +151,14 @@ class TorchPrivate:
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         """What torch's logger tells, under the same keys where they make sense here."""
-        return logging_data(self)  # type: ignore[arg-type]
+        told = configuration(self) | self._log.data  # type: ignore[arg-type]
+        return told | ({"has_error": 1, "error": self._error} if self._error else {})
 
-
-def logging_data(ddp: DistributedDataParallel) -> dict[str, Any]:
-    engine = ddp._engine
-    reducer, statistics = engine.reducer, engine.statistics
-    unlearned = make_plan(reducer.specs, (), engine.options.bucket_caps)
-    data: dict[str, Any] = {
-        "world_size": engine.transport.size,
-        "rank": engine.transport.rank,
-        "module_name": type(engine.module).__name__,
-        "backend_name": dist.get_backend(ddp.process_group),
-        "device_ids": ", ".join(map(str, ddp.device_ids or ())),
-        "output_device": -1 if ddp.output_device is None else ddp.output_device,
-        "broadcast_buffers": int(ddp.forward_sync_buffers),
-        "find_unused_parameters": int(ddp.find_unused_parameters),
-        "gradient_as_bucket_view": int(ddp.gradient_as_bucket_view),
-        "static_graph": int(ddp.static_graph),
-        "bucket_cap_bytes": ddp.bucket_bytes_cap,
-        "dtypes": ", ".join(sorted({_c_name(spec.dtype) for spec in reducer.specs})),
-        "num_parameter_tensors": len(reducer.specs),
-        "total_parameter_size_bytes": sum(spec.nbytes for spec in reducer.specs),
-        "bucket_sizes": _sizes(unlearned),
-        "iteration": statistics.rounds,
-        "has_rebuilt_buckets": int(reducer.plan is not None and (ddp.static_graph or not ddp.find_unused_parameters)),
-        "comm_hook": engine.statistics.hook,
-    }
-    if reducer.plan is not None:
-        data["rebuilt_bucket_sizes"] = _sizes(reducer.plan)
-        places = [", ".join(str(p.index) for p in bucket.places) for bucket in reducer.plan.buckets]
-        data["rebuilt_per_bucket_param_indices"] = ", ".join(places)
-        data["num_buckets_reduced"] = len(reducer.plan.buckets)
-    data.update(_environment())
-    return data
-
-
-def _sizes(plan: Plan) -> str:
-    return ", ".join(str(bucket.nbytes) for bucket in plan.buckets)
-
-
-def _c_name(dtype: torch.dtype) -> str:
-    """torch's logger gives dtypes their C names."""
-    names = {torch.float32: "float", torch.float64: "double", torch.float16: "c10::Half"}
-    return names.get(dtype, str(dtype).removeprefix("torch."))
-
-
-def _environment() -> dict[str, Any]:
-    def text(name: str) -> str:
-        return os.environ.get(name, "N/A")
-
-    return {
-        "master_addr": text("MASTER_ADDR"),
-        "master_port": text("MASTER_PORT"),
-        "cuda_visible_devices": text("CUDA_VISIBLE_DEVICES"),
-        "torch_distributed_debug": text("TORCH_DISTRIBUTED_DEBUG"),
-        "gloo_socket_ifname": text("GLOO_SOCKET_IFNAME"),
-        "gloo_device_transport": text("GLOO_DEVICE_TRANSPORT"),
-        "nccl_socket_ifname": text("NCCL_SOCKET_IFNAME"),
-        "nccl_blocking_wait": text("TORCH_NCCL_BLOCKING_WAIT"),
-        "nccl_async_error_handling": text("TORCH_NCCL_ASYNC_ERROR_HANDLING"),
-        "nccl_debug": text("NCCL_DEBUG"),
-        "nccl_nthreads": text("NCCL_NTHREADS"),
-        "nccl_ib_timeout": text("NCCL_IB_TIMEOUT"),
-    }
+    @contextlib.contextmanager
+    def _errors_noted(self) -> Iterator[None]:
+        """What is raised inside shows in the logging data too: there monitoring looks for it."""
+        try:
+            yield
+        except Exception as error:
+            self._error = str(error)
+            raise

@@ -26,13 +26,17 @@ class RoundClosed:
     """A round ended: every gradient is delivered. Times are `time.perf_counter` seconds."""
 
     round: int
+    forward_at: float  # the latest forward began
     opened_at: float
+    first_launch_at: float
     backward_ended_at: float
+    reduced_at: float  # the last bucket was there
     closed_at: float
     waited: float  # seconds in which this rank did nothing but wait for its peers
     nbytes: int
     buckets: int
     overlapped_buckets: int
+    order: tuple[int, ...]  # of arrival on this rank
     corrected: bool  # a gradient arrived after its bucket had left, and a second pass carried it
 
 

@@ -24,7 +24,8 @@ MAY_IMPORT = {
     "groups": set[str](),
     "replica": {"engine", "observe", "contract"},
     "replicate": {"engine", "contract", "groups", "replica", "transport"},
-    "ddp_private": {"engine", "ddp"},  # the latter for annotations only
+    "ddp_private": {"engine", "ddp_logging", "ddp"},  # the last for annotations only
+    "ddp_logging": {"engine", "ddp"},
     "ddp": {"engine", "contract", "groups", "replica", "transport", "ddp_private"},
     "cli": {"gradsync"},
     "__init__": {"ddp", "replica", "replicate", "guard", "observe", "errors", "options", "_version"},

@@ -20,6 +20,7 @@ from gradsync.engine.outputs import tensors_in
 from gradsync.engine.reducer import Reducer
 from gradsync.engine.roster import Roster
 from gradsync.errors import InvalidOptionError, RosterChangedError
+from gradsync.events import Event, Recorder
 from gradsync.guard import unsynchronised
 from gradsync.guard.start import check_module, check_same_model, list_differences
 from gradsync.observe.statistics import Statistics
@@ -50,7 +51,8 @@ class Engine:
         self._generation = 0
         self._start()
         self.reducer = Reducer(self.roster.parameters, self.roster.specs(), transport, options)
-        self.reducer.recorder = self.statistics.record
+        self.recorders: list[Recorder] = [self.statistics.record]
+        self.reducer.recorder = self._record
         self.reducer.at_open = self._round_opens
         self.reducer.at_close = self.buffers.round_closed
         unsynchronised.watch(self.reducer)
@@ -107,6 +109,10 @@ class Engine:
         self.reducer.disarm()
 
     # --- inside ----------------------------------------------------------------------------------
+
+    def _record(self, event: Event) -> None:
+        for recorder in self.recorders:
+            recorder(event)
 
     def _start(self) -> None:
         """All ranks begin with rank 0's values, after it is certain that they hold the same model."""

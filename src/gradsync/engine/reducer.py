@@ -55,7 +55,11 @@ class Round:
     missing: list[int]  # for each bucket, how many parameters have yet to arrive
     launched: list[InFlight] = field(default_factory=list)  # a prefix of the plan
     late: set[int] = field(default_factory=set)
+    first_launch_at: float = 0.0
+    reduced_at: float = 0.0
+    waited: float = 0.0  # seconds
     overlapped: int = 0
+    corrected: bool = False
 
 
 class Reducer:
@@ -74,6 +78,7 @@ class Reducer:
         self._transport = transport
         self.options = options
         self._round: Round | None = None
+        self._forward_at = time.perf_counter()
         self._not_a_round = _torch.NO_GRAPH_TASK  # a backward that `at_open` refused
         self._unfinished: UnfinishedRoundError | None = None
         self._backward = Backward(at_end=self._close)
@@ -126,6 +131,7 @@ class Reducer:
 
     def forward_begins(self) -> None:
         """Ends what an earlier backward left: forgets a round whose backward raised; reports what was strict."""
+        self._forward_at = time.perf_counter()
         if self._round is not None:
             for flight in self._round.launched:
                 flight.work.wait()
@@ -212,10 +218,11 @@ class Reducer:
     @torch.no_grad()
     def _launch(self, opened: Round, number: int, extra: Sequence[bool] = ()) -> None:
         bucket = self.buckets[number]
+        now = time.perf_counter()
+        opened.first_launch_at = opened.first_launch_at or now
         opened.launched.append(self.delivery.launch(bucket, self.dirty, extra))
         if self.recorder is not None:
             overlapped = self.phase is Phase.OPEN
-            now = time.perf_counter()
             self.recorder(BucketLaunched(opened.number, number, bucket.plan.nbytes, now, overlapped))
 
     # --- the end of backward -------------------------------------------------------------------
@@ -230,27 +237,33 @@ class Reducer:
             if self.plan is None:
                 self._make_plan()
             late = {index: self._take_gradient(index) for index in sorted(opened.late)}
-            waited = self._reduce_rest(opened, late=bool(late))
-            corrected = self._finish(opened, late)
+            self._reduce_rest(opened, late=bool(late))
+            self._finish(opened, late)
             if self.at_close is not None:
                 self.at_close()
             self._arrivals.synchronised()
+            self._report(opened, ended_at)
         finally:
             self._forget_round()
         self.rounds += 1
+
+    def _report(self, opened: Round, ended_at: float) -> None:
         if self.recorder is not None:
-            nbytes = sum(flight.bucket.plan.nbytes for flight in opened.launched)
             self.recorder(
                 RoundClosed(
-                    opened.number,
-                    opened.opened_at,
-                    ended_at,
-                    time.perf_counter(),
-                    waited,
-                    nbytes,
-                    len(opened.launched),
-                    opened.overlapped,
-                    corrected,
+                    round=opened.number,
+                    forward_at=self._forward_at,
+                    opened_at=opened.opened_at,
+                    first_launch_at=opened.first_launch_at,
+                    backward_ended_at=ended_at,
+                    reduced_at=opened.reduced_at,
+                    closed_at=time.perf_counter(),
+                    waited=opened.waited,
+                    nbytes=sum(flight.bucket.plan.nbytes for flight in opened.launched),
+                    buckets=len(opened.launched),
+                    overlapped_buckets=opened.overlapped,
+                    order=tuple(self._arrivals.order),
+                    corrected=opened.corrected,
                 )
             )
 
@@ -281,8 +294,8 @@ class Reducer:
         parameter.grad = None
         return gradient
 
-    def _reduce_rest(self, opened: Round, late: bool) -> float:
-        """Launches what is left, then waits for and delivers each bucket; returns the time waited."""
+    def _reduce_rest(self, opened: Round, late: bool) -> None:
+        """Launches what is left, then waits for each bucket and delivers it."""
         assert self.plan is not None
         last = len(self.buckets) - 1
         for number in range(len(opened.launched), last):
@@ -290,29 +303,28 @@ class Reducer:
         sparse_used = [self._has_gradient(index) for index in self.plan.sparse]
         incomplete = self._strict and bool(self._missing())
         self._launch(opened, last, extra=[late, incomplete, *sparse_used])
-        waited = 0.0
         for flight in opened.launched:
             began = time.perf_counter()
             flight.work.wait()
-            waited += time.perf_counter() - began
+            opened.reduced_at = time.perf_counter()
+            opened.waited += opened.reduced_at - began
             self.delivery.deliver(flight)
-        return waited
 
     def _has_gradient(self, index: int) -> bool:
         return index in self.dirty and self.parameters[index].grad is not None
 
-    def _finish(self, opened: Round, late: dict[int, Tensor]) -> bool:
+    def _finish(self, opened: Round, late: dict[int, Tensor]) -> None:
         """Sparse gradients, and the second pass if any rank asked for one."""
         assert self.plan is not None
         last = opened.launched[-1].bucket
-        any_late, incomplete, *sparse_used = last.read_extra()
+        opened.corrected, incomplete, *sparse_used = last.read_extra()
         weight = self.delivery.total_weight(last)
         for index, used in zip(self.plan.sparse, sparse_used, strict=True):
             if used:
                 self.delivery.carry_sparse(index, weight)
             elif index in self.dirty:  # by ranks of no weight: as if nobody had
                 self.parameters[index].grad = None
-        if any_late:
+        if opened.corrected:
             self.delivery.carry_late(self.plan.buckets, late)
         if incomplete:
             self._unfinished = strict.not_all_used(self.rank, opened.number, self._missing(), self._names())
@@ -320,7 +332,6 @@ class Reducer:
         for index, count in enumerate(self._arrivals.counts):
             if count > self._expected[index]:
                 self._expected[index] = count
-        return any_late
 
     def _forget_round(self) -> None:
         self._arrivals.forget_round()
