@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -15,7 +16,10 @@ from torch.autograd import Variable
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.distributed import distributed_c10d
 from torch.distributed.constants import default_pg_timeout
-from torch.distributed.utils import _to_kwargs
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.utils import _apply_to_tensors, _to_kwargs
+
+from gradsync.errors import InvalidOptionError
 
 NO_GRAPH_TASK = -1
 
@@ -62,6 +66,53 @@ def other_hooks_follow(parameter: Tensor) -> bool:
     return hooks is not None and len(hooks) > 1
 
 
+def is_dtensor(tensor: Tensor) -> bool:
+    """Whether `tensor` is a DTensor. Does not import that package, which takes a second, to say no."""
+    package = sys.modules.get("torch.distributed.tensor")
+    return package is not None and isinstance(tensor, package.DTensor)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The tensor of this rank: of a DTensor the one inside, without a graph."""
+    return tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined, no-any-return]
+
+
+def local_gradient(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """This rank's part of a gradient, laid out over the mesh as its parameter is."""
+    if not is_dtensor(gradient):
+        return gradient
+    if gradient.placements != parameter.placements:  # type: ignore[attr-defined]
+        gradient = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
+    return gradient.to_local()  # type: ignore[attr-defined, no-any-return]
+
+
+def in_form_of(parameter: Tensor, gradient: Tensor) -> Tensor:
+    """A local gradient as what the parameter's `.grad` must be: a DTensor for a DTensor."""
+    if not is_dtensor(parameter):
+        return gradient
+    from torch.distributed.tensor import DTensor
+
+    mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+    shape, stride = parameter.shape, parameter.stride()
+    return DTensor.from_local(gradient, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def joined_mesh(first: DeviceMesh, second: DeviceMesh, name: str) -> DeviceMesh:
+    """The mesh with the dimensions of both, which must be slices of one larger mesh."""
+    root = first._get_root_mesh()
+    if root is not second._get_root_mesh() or not first.mesh_dim_names or not second.mesh_dim_names:
+        raise InvalidOptionError(
+            f"parameter '{name}' is a DTensor over {second}, which is not part of the same named mesh as {first}. "
+            "Make one mesh, init_device_mesh(type, (dp, tp), mesh_dim_names=('dp', 'tp')), and slice both from it."
+        )
+    return root[(*first.mesh_dim_names, *second.mesh_dim_names)]
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """A nested value, dataclasses included, with each tensor replaced."""
+    return _apply_to_tensors(function, value)
+
+
 def store_of(group: dist.ProcessGroup) -> Store:
     """The store through which the group's ranks met (2.13: kept in c10d's table of groups)."""
     store: Store = distributed_c10d._world.pg_map[group][1]
@@ -103,3 +154,8 @@ def composable_keys() -> tuple[str, str]:
     from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 
     return STATE_KEY, REGISTRY_KEY
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often the tensor was written to, as far as torch counts; constant for one made in inference mode."""
+    return 0 if tensor.is_inference() else tensor._version

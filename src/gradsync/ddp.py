@@ -135,7 +135,7 @@ class DistributedDataParallel(TorchPrivate, Replica, nn.Module):
     def _connect(self, group: dist.ProcessGroup, options: Options) -> None:
         self.process_group = group
         ignored = frozenset(self.parameters_to_ignore)
-        engine = Engine(self.module, ProcessGroupTransport(group), options, ignored)
+        engine = Engine([self.module], ProcessGroupTransport(group), options, ignored)
         engine.spares_evaluation = True
         contract.enrol(self, API, engine)
         # The wrapped module may live on without us, and must then be an ordinary module again.

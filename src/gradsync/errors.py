@@ -23,8 +23,24 @@ class UnsuitableModuleError(GradsyncError, RuntimeError, ValueError):
     """The module can't be replicated as it is."""
 
 
-class AlreadyReplicatedError(GradsyncError, AssertionError, RuntimeError):
+class AlreadyAppliedError(GradsyncError, AssertionError, RuntimeError):
+    """A composable API was applied to a module that has it already."""
+
+
+class AlreadyReplicatedError(AlreadyAppliedError):
     """`replicate` was called on a module that is replicated already."""
+
+
+class NamesChangedError(GradsyncError, RuntimeError):
+    """A composable API renamed or reordered a module's parameters, buffers or submodules."""
+
+
+class ModulesMissingError(GradsyncError, AssertionError):
+    """A composable API returned another number of modules than it was given."""
+
+
+class UnsuitableForCheckpointError(GradsyncError, ValueError):
+    """There is no forward whose activations could be recomputed."""
 
 
 class ModelMismatchError(GradsyncError, RuntimeError):

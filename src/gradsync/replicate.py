@@ -43,7 +43,7 @@ class ReplicateModule(Replica, nn.Module):
         duplicate: nn.Module = copy.deepcopy(copy.copy(self), memo)  # a shallow copy is a plain module
         memo[id(self)] = duplicate
         options = dataclasses.replace(engine.options, init_sync=False)
-        _attach(duplicate, Engine(duplicate, engine.transport, options, engine.ignored))
+        _attach(duplicate, Engine([duplicate], engine.transport, options, engine.ignored))
         return cast(ReplicateModule, duplicate)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -72,7 +72,7 @@ def replicate(module: M, *, process_group: dist.ProcessGroup | None = None, **op
     contract.check_not_applied(module, API)
     device_type = next((p.device.type for p in module.parameters()), "cpu")
     transport = ProcessGroupTransport(resolve_group(process_group, device_type))
-    _attach(module, Engine(module, transport, checked))
+    _attach(module, Engine([module], transport, checked))
     return module
 
 

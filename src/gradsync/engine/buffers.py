@@ -7,7 +7,7 @@ so evaluation, saving and the next forward find them in step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 
 import torch
@@ -31,9 +31,14 @@ class Buffers:
     """The buffers of one replicated module, looked up anew each time: modules replace them freely."""
 
     def __init__(
-        self, module: nn.Module, transport: Transport, options: Options, ignored: frozenset[str] = frozenset()
+        self,
+        modules: Sequence[nn.Module],
+        transport: Transport,
+        options: Options,
+        ignored: frozenset[str] = frozenset(),
     ) -> None:
-        self._module = module
+        self._modules = modules
+        self._training = modules[0]  # whose mode counts
         self._transport = transport
         self._options = options
         self._ignored = ignored
@@ -41,7 +46,11 @@ class Buffers:
         self._stale = False  # a round closed since the last exchange before evaluation
 
     def named(self) -> list[tuple[str, Tensor]]:
-        return [(name, buffer) for name, buffer in self._module.named_buffers() if name not in self._ignored]
+        named: dict[str, Tensor] = {}
+        for number, module in enumerate(self._modules):
+            prefix = f"{number}." if len(self._modules) > 1 else ""
+            named |= {prefix + name: buffer for name, buffer in module.named_buffers()}
+        return [(name, buffer) for name, buffer in named.items() if name not in self._ignored]
 
     def register_hook(self, state: object, hook: BufferHook, location: BufferHookLocation) -> None:
         """From now on `hook(state, {name: buffer})` does the work, around each training forward."""
@@ -50,7 +59,7 @@ class Buffers:
     # --- moments of a step -----------------------------------------------------------------------
 
     def before_forward(self) -> None:
-        if self._options.buffers == "evaluation" and self._stale and not self._module.training:
+        if self._options.buffers == "evaluation" and self._stale and not self._training.training:
             self._stale = False
             self.take_over()
         self._run_hook(BufferHookLocation.PRE_FORWARD)
@@ -89,7 +98,7 @@ class Buffers:
                 buffer.data.copy_(mean.view(buffer.shape))
 
     def _run_hook(self, location: BufferHookLocation) -> None:
-        if self._hook is None or self._hook[2] is not location or not self._module.training:
+        if self._hook is None or self._hook[2] is not location or not self._training.training:
             return
         state, hook, _ = self._hook
         named = dict(self.named())

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from gradsync.engine.bucket import Bucket, fill
-from gradsync.engine.plan import BucketPlan, Spec
+from gradsync.engine.plan import BucketPlan
+from gradsync.engine.roster import Managed
 from gradsync.options import Options
 from gradsync.transport.base import Transport, Work
 
@@ -31,13 +32,12 @@ class InFlight:
 class Delivery:
     """Carries buckets of one list of parameters there and back."""
 
-    def __init__(
-        self, parameters: Sequence[Tensor], specs: Sequence[Spec], transport: Transport, options: Options
-    ) -> None:
+    def __init__(self, managed: Sequence[Managed], transport: Transport, options: Options) -> None:
         self.weight = 1.0
         """This rank's share in the mean, for the round under way or the next one."""
-        self._parameters = parameters
-        self._specs = specs
+        self._slots = [one.slot for one in managed]
+        self._computing = [one.computing for one in managed]
+        self._specs = [one.spec for one in managed]
         self._transport = transport
         self._mean = options.reduce == "mean"
         self._as_view = options.gradient_as_bucket_view
@@ -55,8 +55,8 @@ class Delivery:
         used: list[bool] = []
         held: list[Tensor | None] = []
         for place, view in zip(bucket.plan.places, bucket.views, strict=True):
-            parameter = self._parameters[place.index]
-            gradient = parameter.grad
+            slot = self._slots[place.index]
+            gradient = slot.grad
             is_used = gradient is not None and place.index in dirty
             used.append(is_used)
             # A gradient that the view replaces is let go at once: memory for one set is enough.
@@ -69,7 +69,7 @@ class Delivery:
                 gradients.append(gradient)
             if not self._mean and gradient is not None and not is_used:
                 shared.append(view)
-            parameter.grad = None
+            slot.grad = None
         fill(views, gradients)
         if empty:
             torch._foreach_zero_(empty)
@@ -84,7 +84,7 @@ class Delivery:
         `.grad` holds an earlier round's sum, the same everywhere. The next round adds up all ranks'
         `.grad`, so each may bring only 1/N of it. (A mean needs no such care.)
         """
-        gradient = self._parameters[index].grad
+        gradient = self._slots[index].grad
         if gradient is not None:
             with torch.no_grad():
                 gradient.div_(self._transport.size)
@@ -110,7 +110,7 @@ class Delivery:
                 gradient = torch.empty_like(view) if held is None or held is view else held.detach()
                 targets.append(gradient)
                 sources.append(view)
-            self._parameters[place.index].grad = gradient
+            self._slots[place.index].grad = gradient
         fill(targets, sources)
 
     def total_weight(self, bucket: Bucket) -> float:
@@ -139,14 +139,14 @@ class Delivery:
 
     def carry_sparse(self, index: int, total_weight: float) -> None:
         """A sparse gradient travels by itself: its indices and values, no bucket."""
-        parameter = self._parameters[index]
-        gradient = parameter.grad
+        slot = self._slots[index]
+        gradient = slot.grad
         if gradient is None:
-            gradient = torch.zeros_like(parameter).to_sparse(1)
+            gradient = torch.zeros_like(self._computing[index]).to_sparse(1)
         elif gradient.layout is not torch.sparse_coo:
             gradient = gradient.to_sparse(1)
         scale = self._scale() / total_weight if total_weight > 0 else 0.0
-        parameter.grad = self._transport.reduce_sparse(gradient, scale).result()
+        slot.grad = self._transport.reduce_sparse(gradient, scale).result()
 
     def carry_late(self, plans: Sequence[BucketPlan], late: Mapping[int, Tensor]) -> None:
         """A second pass for gradients that arrived after their bucket had left; adds them to the result."""
@@ -161,8 +161,8 @@ class Delivery:
             self._transport.reduce(bucket.buffer, self._scale()).wait()
             self._divide(bucket)
             for place, view, is_used in zip(plan.places, bucket.views, bucket.read_usage(), strict=True):
-                parameter = self._parameters[place.index]
-                if is_used and parameter.grad is not None:
-                    parameter.grad.add_(view)
+                slot = self._slots[place.index]
+                if is_used and (gradient := slot.grad) is not None:
+                    gradient.add_(view)
                 elif is_used:
-                    parameter.grad = view.clone()
+                    slot.grad = view.clone()

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from gradsync import _torch
+from gradsync.engine.backward import Backward
 from gradsync.engine.buffers import Buffers
+from gradsync.engine.form import Form
 from gradsync.engine.outputs import tensors_in
 from gradsync.engine.reducer import Reducer
 from gradsync.engine.roster import Roster
@@ -31,49 +33,74 @@ _serials = itertools.count()
 
 
 class Engine:
-    """Keeps the replicas of `module` in step over `transport`."""
+    """Keeps the replicas of a module, or of several modules together, in step over `transport`."""
 
     def __init__(
-        self, module: nn.Module, transport: Transport, options: Options, ignored: frozenset[str] = frozenset()
+        self,
+        modules: Sequence[nn.Module],
+        transport: Transport,
+        options: Options,
+        ignored: frozenset[str] = frozenset(),
+        form: Form | None = None,
     ) -> None:
-        check_module({n: p for n, p in module.named_parameters() if n not in ignored})
-        self.module = module
+        self.modules = list(modules)
+        self.module = self.modules[0]
         self.transport = transport
         self.options = options
         self.ignored = ignored
+        self.form = form or Form()
         self.statistics = Statistics()
-        self.roster = Roster(module, ignored)
-        self.buffers = Buffers(module, transport, options, ignored)
+        for module in self.modules:
+            check_module({n: p for n, p in module.named_parameters() if n not in ignored})
+        self.roster = Roster(self.modules, ignored, self.form)
+        self.buffers = Buffers(self.modules, transport, options, ignored)
         self.spares_evaluation = False
         """Set for a wrapper: a backward through the wrapped module itself, in eval mode, is no round. One
         rank may look at gradients alone; should it step on them, the guard speaks up."""
         self._serial = next(_serials)
         self._generation = 0
         self._start()
-        self.reducer = Reducer(self.roster.parameters, self.roster.specs(), transport, options)
+        self.reducer = Reducer(self.roster.managed(), transport, options)
         self.recorders: list[Recorder] = [self.statistics.record]
         self.reducer.recorder = self._record
         self.reducer.at_open = self._round_opens
         self.reducer.at_close = self.buffers.round_closed
+        self._backward = Backward(at_end=self._backward_ended)
         unsynchronised.watch(self.reducer)
 
     # --- a step, as the fronts drive it ----------------------------------------------------------
 
     def before_forward(self) -> None:
-        if _torch.current_graph_task() == _torch.NO_GRAPH_TASK:  # not a recomputation inside backward
-            self.reducer.forward_begins()
+        if _torch.current_graph_task() != _torch.NO_GRAPH_TASK:
+            return  # a recomputation inside backward
+        self.reducer.forward_begins()
+        if self.roster.faces:
+            self.roster.renew_faces()
+            self.roster.faces.to_compute()
         self.buffers.before_forward()
 
     def after_forward(self, output: object) -> None:
         """Puts a hook on the outputs: backward passes it first, in the outermost backward."""
         self.buffers.after_forward()
+        hooked = False
         if torch.is_grad_enabled():
             for tensor in tensors_in(output):
                 if tensor.requires_grad and not tensor.is_leaf:
                     tensor.register_hook(self._output_reached)
+                    hooked = True
+        if self.roster.faces and not hooked and _torch.current_graph_task() == _torch.NO_GRAPH_TASK:
+            self.roster.faces.to_registered()  # no backward will follow
 
     def _output_reached(self, gradient: Tensor) -> None:
+        if self.roster.faces:
+            self._backward.enter()
         self.reducer.output_reached()
+
+    def _backward_ended(self) -> None:
+        """The outermost backward, with or without synchronisation, is over."""
+        self._backward.forget()
+        self.roster.faces.collect()
+        self.roster.faces.to_registered()
 
     # --- what the fronts offer -------------------------------------------------------------------
 
@@ -106,6 +133,7 @@ class Engine:
 
     def disarm(self) -> None:
         """Leaves the module as if it had never been replicated."""
+        self.roster.faces.to_registered()
         self.reducer.disarm()
 
     # --- inside ----------------------------------------------------------------------------------
@@ -118,7 +146,7 @@ class Engine:
         """All ranks begin with rank 0's values, after it is certain that they hold the same model."""
         if not self.options.init_sync:
             return
-        parameters = {entry.name: entry.parameter for entry in self.roster.entries}
+        parameters = {entry.name: _torch.local(entry.parameter) for entry in self.roster.entries}
         buffers = dict(self.buffers.named())
         self._serial = check_same_model(parameters, buffers, self.transport, self._serial)
         self.transport.broadcast([p.detach() for p in parameters.values()], source=0)
@@ -154,4 +182,4 @@ class Engine:
                 f"ways on different ranks:\n{list_differences(described[0], described[other], f'on rank {other}')}\n"
                 "Make the same change on all ranks."
             )
-        self.reducer.replace_parameters(self.roster.parameters, self.roster.specs())
+        self.reducer.replace(self.roster.managed())

@@ -32,7 +32,8 @@ from gradsync.engine.arrivals import Arrivals
 from gradsync.engine.backward import Backward, accumulates
 from gradsync.engine.bucket import Bucket
 from gradsync.engine.delivery import Delivery, InFlight
-from gradsync.engine.plan import Plan, Spec, delay, make_plan
+from gradsync.engine.plan import Plan, delay, make_plan
+from gradsync.engine.roster import Managed
 from gradsync.errors import UnfinishedRoundError
 from gradsync.events import BucketLaunched, Recorder, RoundClosed
 from gradsync.guard import strict
@@ -65,9 +66,7 @@ class Round:
 class Reducer:
     """Runs the rounds of one list of managed parameters."""
 
-    def __init__(
-        self, parameters: Sequence[Tensor], specs: Sequence[Spec], transport: Transport, options: Options
-    ) -> None:
+    def __init__(self, managed: Sequence[Managed], transport: Transport, options: Options) -> None:
         self.phase = Phase.IDLE
         self.rounds = 0
         self.recorder: Recorder | None = None
@@ -82,19 +81,21 @@ class Reducer:
         self._not_a_round = _torch.NO_GRAPH_TASK  # a backward that `at_open` refused
         self._unfinished: UnfinishedRoundError | None = None
         self._backward = Backward(at_end=self._close)
-        self._begin_with(parameters, specs)
+        self._begin_with(managed)
         self.synchronise(True)
 
-    def _begin_with(self, parameters: Sequence[Tensor], specs: Sequence[Spec]) -> None:
-        self.parameters = list(parameters)
-        self.specs = list(specs)
+    def _begin_with(self, managed: Sequence[Managed]) -> None:
+        self.parameters = [one.parameter for one in managed]
+        self.specs = [one.spec for one in managed]
+        self._slots = [one.slot for one in managed]
+        self._computing = [one.computing for one in managed]
         self.plan: Plan | None = None
         self.buckets: list[Bucket] = []
         self._bucket_of = [-1] * len(self.parameters)
         self._expected = [0] * len(self.parameters)
-        self.delivery = Delivery(self.parameters, self.specs, self._transport, self.options)
+        self.delivery = Delivery(managed, self._transport, self.options)
         share = self._share_out if self.options.reduce == "sum" else None
-        self._arrivals = Arrivals(self.parameters, before=share)
+        self._arrivals = Arrivals(self._computing, before=share)
 
     # --- what the engine calls -----------------------------------------------------------------
 
@@ -119,7 +120,7 @@ class Reducer:
     def name_dirty(self, among: set[int]) -> list[str]:
         """Names of dirty parameters with these ids; those whose gradient was thrown away are not."""
         found = [i for i in self.dirty if id(self.parameters[i]) in among]
-        return [self.specs[i].name for i in sorted(found) if self.parameters[i].grad is not None]
+        return [self.specs[i].name for i in sorted(found) if self._slots[i].grad is not None]
 
     @property
     def rank(self) -> int:
@@ -142,20 +143,21 @@ class Reducer:
 
     def output_reached(self) -> None:
         """Backward came to an output of the module: the first sign of a round."""
-        if self.synchronising and (self._round is not None or accumulates(self.parameters)):
+        if self.synchronising and (self._round is not None or accumulates(self._computing)):
             self._enter(passed_output=True)
 
-    def replace_parameters(self, parameters: Sequence[Tensor], specs: Sequence[Spec]) -> None:
+    def replace(self, managed: Sequence[Managed]) -> None:
         """Goes on with other parameters, or with the same ones changed; learns them anew."""
         known = {id(parameter) for parameter in self.parameters}
         dirty = {id(self.parameters[index]) for index in self.dirty}
         synchronising = self.synchronising
         self._arrivals.disarm()
-        self._begin_with(parameters, specs)
+        self._begin_with(managed)
         self.synchronise(synchronising)
         # A parameter that nobody listened to until now may have a gradient that nobody saw arrive.
-        for index, parameter in enumerate(self.parameters):
-            if parameter.grad is not None and (id(parameter) in dirty or id(parameter) not in known):
+        for index, one in enumerate(managed):
+            seen = id(one.parameter) in dirty or id(one.parameter) not in known
+            if seen and one.slot.grad is not None:
                 self.dirty.add(index)
 
     def disarm(self) -> None:
@@ -210,7 +212,7 @@ class Reducer:
             following = len(opened.launched)
             # A user's hook that runs after ours on this parameter wants to see its `.grad`;
             # launching takes it away, so wait for the next arrival.
-            if self._bucket_of[arrived] == following and _torch.other_hooks_follow(self.parameters[arrived]):
+            if self._bucket_of[arrived] == following and _torch.other_hooks_follow(self._computing[arrived]):
                 return
             self._launch(opened, following)
             opened.overlapped += 1
@@ -284,14 +286,13 @@ class Reducer:
                 self._bucket_of[place.index] = number
 
     def _take_gradient(self, index: int) -> Tensor:
-        parameter = self.parameters[index]
-        gradient = parameter.grad
+        gradient = self._slots[index].grad
         if gradient is None:
             raise UnfinishedRoundError(
                 f"rank {self.rank}: the gradient of '{self.specs[index].name}' was removed during backward. "
                 "Call zero_grad() before or after backward, not inside a hook."
             )
-        parameter.grad = None
+        self._slots[index].grad = None
         return gradient
 
     def _reduce_rest(self, opened: Round, late: bool) -> None:
@@ -311,7 +312,7 @@ class Reducer:
             self.delivery.deliver(flight)
 
     def _has_gradient(self, index: int) -> bool:
-        return index in self.dirty and self.parameters[index].grad is not None
+        return index in self.dirty and self._slots[index].grad is not None
 
     def _finish(self, opened: Round, late: dict[int, Tensor]) -> None:
         """Sparse gradients, and the second pass if any rank asked for one."""
@@ -323,7 +324,7 @@ class Reducer:
             if used:
                 self.delivery.carry_sparse(index, weight)
             elif index in self.dirty:  # by ranks of no weight: as if nobody had
-                self.parameters[index].grad = None
+                self._slots[index].grad = None
         if opened.corrected:
             self.delivery.carry_late(self.plan.buckets, late)
         if incomplete:

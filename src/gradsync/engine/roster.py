@@ -1,4 +1,4 @@
-"""Which parameters are managed, and whether that is still so.
+"""Which parameters are managed, in which forms, and whether that is still so.
 
 People freeze, unfreeze, convert (`module.double()`) and replace (`load_state_dict(assign=True)`)
 parameters in the middle of training. The roster notices at the beginning of a round, by comparing
@@ -7,88 +7,150 @@ a few attributes of each parameter, and says what the new list is.
 
 from __future__ import annotations
 
-from collections.abc import Sized
+from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from gradsync import _torch
+from gradsync.engine.face import Face, Faces, Site
+from gradsync.engine.form import Form
 from gradsync.engine.plan import Spec, gradient_stride
 from gradsync.errors import RosterChangedError
 
 
+class HasGrad(Protocol):
+    """A parameter, or a face of one: where gradients are taken from and given to."""
+
+    grad: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Managed:
+    """One parameter whose gradient the engine keeps in step. Usually all three are the same object."""
+
+    spec: Spec
+    parameter: nn.Parameter  # as registered: what the optimizer has
+    computing: nn.Parameter  # what backward accumulates into
+    slot: HasGrad
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One parameter, and the place in the module where it was found."""
+    """One parameter, managed or frozen, and how it was when it was last looked at."""
 
     name: str
-    owner: dict[str, nn.Parameter | None]  # the `_parameters` of the submodule that has it
-    key: str
+    site: Site
     parameter: nn.Parameter
+    face: Face | None
     trained: bool  # requires a gradient: it is managed
     dtype: torch.dtype
     device: torch.device
 
     def holds(self) -> bool:
-        now = self.owner.get(self.key)
+        owner, key = self.site
+        now, was = owner.get(key), self.parameter
         return (
-            now is self.parameter
-            and now.requires_grad is self.trained
-            and now.dtype is self.dtype
-            and now.device == self.device
+            (now is was or (self.face is not None and now is self.face.compute))
+            and was.requires_grad is self.trained
+            and was.dtype is self.dtype
+            and was.device == self.device
         )
 
 
 class Roster:
-    """The parameters of one module that are not ignored, in order of registration, shared ones once."""
+    """The parameters of some modules that are not ignored, in order of registration, shared ones once."""
 
-    def __init__(self, module: nn.Module, ignored: frozenset[str] = frozenset()) -> None:
-        self._module = module
+    def __init__(
+        self, modules: Sequence[nn.Module], ignored: frozenset[str] = frozenset(), form: Form | None = None
+    ) -> None:
+        self._modules = modules
         self._ignored = ignored
+        self._form = form or Form()
+        self._known: dict[nn.Parameter, Face | None] = {}
+        self._renewed = False
+        self.faces = Faces(())
         self._read()
 
     def _read(self) -> None:
-        owners = {
-            f"{prefix}.{key}" if prefix else key: (submodule._parameters, key)
-            for prefix, submodule in self._module.named_modules(remove_duplicate=False)
-            for key in submodule._parameters
-        }
-        named = {n: p for n, p in self._module.named_parameters() if n not in self._ignored}
-        self.entries = [Entry(n, *owners[n], p, p.requires_grad, p.dtype, p.device) for n, p in named.items()]
-        self._sparse = _sparse_parameters(self._module)
-        # A submodule that gains a parameter or a submodule shows in the sizes of its dictionaries.
-        self._sizes: list[tuple[Sized, int]] = []
-        for submodule in self._module.modules():
-            for table in (submodule._parameters, submodule._modules):
-                self._sizes.append((table, len(table)))
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """The managed ones: those that are trained."""
-        return [entry.parameter for entry in self.entries if entry.trained]
-
-    def specs(self) -> list[Spec]:
-        """What the plan has to know of each managed parameter."""
-        return [
-            Spec(e.name, tuple(p.shape), gradient_stride(p), p.dtype, p.device, p in self._sparse)
-            for e in self.entries
-            if e.trained
-            for p in [e.parameter]
+        self.faces.to_registered()
+        sites: dict[nn.Parameter, list[Site]] = {}
+        for module in self._modules:
+            for submodule in module.modules():
+                for key, parameter in submodule._parameters.items():
+                    if parameter is not None:
+                        sites.setdefault(parameter, []).append((submodule._parameters, key))
+        named = {name: p for name, p in self.named() if name not in self._ignored}
+        self._known = {p: self._face(name, p, sites[p]) for name, p in named.items()}
+        self.entries = [
+            Entry(name, sites[p][0], p, self._known[p], p.requires_grad, p.dtype, p.device) for name, p in named.items()
         ]
+        self.faces = Faces([face for face in self._known.values() if face is not None])
+        self._sparse = {weight for module in self._modules for weight in _sparse_parameters(module)}
+        # A submodule that gains a parameter or a submodule shows in the sizes of its dictionaries.
+        self._sizes: list[tuple[Sized, int]] = [
+            (table, len(table))
+            for module in self._modules
+            for submodule in module.modules()
+            for table in (submodule._parameters, submodule._modules)
+        ]
+
+    def _face(self, name: str, parameter: nn.Parameter, sites: list[Site]) -> Face | None:
+        """The face it had, as long as its dtype and device are the same; else a new one."""
+        face = self._known.get(parameter)
+        if face is not None and not face.outdated():
+            return face
+        return self._form.face(name, parameter, sites)
+
+    def named(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """All parameters with their names; those of several modules begin with the module's number."""
+        seen: set[nn.Parameter] = set()
+        for number, module in enumerate(self._modules):
+            prefix = f"{number}." if len(self._modules) > 1 else ""
+            for name, parameter in module.named_parameters():
+                if parameter not in seen:
+                    seen.add(parameter)
+                    yield prefix + name, parameter
+
+    def managed(self) -> list[Managed]:
+        """Those that are trained."""
+        return [self._managed(entry) for entry in self.entries if entry.trained]
+
+    def _managed(self, entry: Entry) -> Managed:
+        parameter, face = entry.parameter, entry.face
+        computing = parameter if face is None else face.compute
+        inner = _torch.local(computing)
+        dtype = inner.dtype if face is None else face.reduce_dtype
+        sparse = parameter in self._sparse
+        spec = Spec(entry.name, tuple(inner.shape), gradient_stride(inner), dtype, inner.device, sparse)
+        return Managed(spec, parameter, computing, parameter if face is None else face)
 
     def describe(self) -> str:
         """A text that is equal on two ranks if they manage the same parameters."""
-        return "\n".join(f"{spec.name}: {list(spec.shape)} {spec.dtype}" for spec in self.specs())
+        rows = ((m.spec.name, list(m.spec.shape), m.parameter.dtype) for m in self.managed())
+        return "\n".join(f"{name}: {shape} {dtype}" for name, shape, dtype in rows)
 
     def changed(self) -> bool:
-        return not (
+        return self._renewed or not (
             all(entry.holds() for entry in self.entries) and all(len(table) == size for table, size in self._sizes)
         )
+
+    def renew_faces(self) -> None:
+        """Before forward: parameters that were converted need other faces at once, not only in backward."""
+        if any(entry.face is not None and entry.face.outdated() for entry in self.entries):
+            self._read()
+            self._renewed = True
 
     def refresh(self, rank: int) -> None:
         """Reads the module anew. Parameters under new names are refused: nobody made them equal."""
         known = {entry.name for entry in self.entries}
+        computing = self.faces.computing
         self._read()
+        self._renewed = False
+        if computing:
+            self.faces.to_compute()
         added = [entry.name for entry in self.entries if entry.name not in known]
         if added:
             raise RosterChangedError(

@@ -36,7 +36,7 @@ def check_module(parameters: Mapping[str, nn.Parameter]) -> None:
 
 
 def check_same_model(
-    parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor], transport: Transport, serial: int
+    parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], transport: Transport, serial: int
 ) -> int:
     """Compares names, shapes, dtypes, strides and `requires_grad` over all ranks.
 
@@ -53,7 +53,7 @@ def check_same_model(
     raise ModelMismatchError(_differences([text.split("\n") for text in described], transport.rank))
 
 
-def _describe(parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor]) -> list[str]:
+def _describe(parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> list[str]:
     rows = []
     for name, parameter in parameters.items():
         kind = "parameter" if parameter.requires_grad else "frozen parameter"

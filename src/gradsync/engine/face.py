@@ -1,0 +1,155 @@
+"""Parameters that compute in another form than the one they are registered in.
+
+With a device mesh the registered parameters are DTensors, for optimizers, state dicts and
+checkpoints; with a precision policy they are in full precision. Forward and backward use another
+parameter instead, the compute face: the plain local tensor, which shares its memory, or a copy in
+low precision. Faces are swapped into the module before forward and out after backward.
+
+To the rest of the engine a face looks like a parameter: it has a `.grad`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from gradsync import _torch
+
+Site = tuple[dict[str, nn.Parameter | None], str]  # the `_parameters` of a submodule, and the key in it
+
+
+@dataclass(eq=False)
+class Face:
+    """One parameter with two forms, and all places of the module that hold it."""
+
+    registered: nn.Parameter
+    compute: nn.Parameter
+    sites: Sequence[Site]
+    reduce_dtype: torch.dtype
+    _accumulated: Tensor | None = None  # of backwards without synchronisation, in `reduce_dtype`
+    _given: tuple[Tensor, Tensor] | None = None  # a local gradient, and the registered form it was given
+    _copied_version: int = -1
+
+    def __post_init__(self) -> None:
+        inner = _torch.local(self.registered)
+        self._made_for = inner.dtype, inner.device, _shares_memory(inner, _torch.local(self.compute))
+
+    def outdated(self) -> bool:
+        """Whether the registered parameter was converted, moved or given other memory since."""
+        inner = _torch.local(self.registered)
+        return self._made_for != (inner.dtype, inner.device, _shares_memory(inner, _torch.local(self.compute)))
+
+    def show(self, parameter: nn.Parameter) -> None:
+        """Puts one of the two forms into the module."""
+        for owner, key in self.sites:
+            owner[key] = parameter
+
+    def refresh(self) -> None:
+        """Brings the compute face up to date with the registered parameter's values."""
+        if self.compute.requires_grad is not self.registered.requires_grad:
+            self.compute.requires_grad_(self.registered.requires_grad)
+        registered, compute = _torch.local(self.registered), _torch.local(self.compute)
+        if _shares_memory(registered, compute) or self._copied_version == registered._version:
+            return
+        with torch.no_grad():
+            compute.copy_(registered)
+        self._copied_version = registered._version
+
+    # --- gradients, as if this were a parameter --------------------------------------------------
+
+    @property
+    def grad(self) -> Tensor | None:
+        """What this rank has to bring, as a local tensor."""
+        fresh = self._take_fresh()
+        if not self._folds:
+            self._accumulated = fresh
+            return fresh
+        earlier = self._earlier()
+        if earlier is None:
+            self._give(fresh)
+            return fresh
+        return earlier if fresh is None else earlier.add_(fresh)
+
+    @grad.setter
+    def grad(self, gradient: Tensor | None) -> None:
+        """Gives the registered parameter its reduced gradient; None while a bucket is under way."""
+        self.compute.grad = None
+        self._accumulated = None
+        if self._folds:
+            self._give(gradient)
+        elif gradient is not None:
+            exact = gradient.to(_torch.local(self.registered))
+            earlier = self._earlier()
+            self._give(exact if earlier is None else earlier.add_(exact))
+
+    @property
+    def _folds(self) -> bool:
+        """Whether what an earlier round left in `.grad` travels along with what is new.
+
+        In the same dtype it does, as it does for a plain parameter. Otherwise it would lose precision
+        on the way, so the registered gradient stays where it is and the result is added to it.
+        """
+        return self.reduce_dtype is self.registered.dtype
+
+    def _take_fresh(self) -> Tensor | None:
+        """What backward left on the compute face since the last time, in the dtype of the bucket."""
+        fresh, self.compute.grad = self.compute.grad, None
+        if fresh is None:
+            return self._accumulated
+        local = _torch.local_gradient(fresh, self.compute)
+        if self._accumulated is None:
+            return local.to(self.reduce_dtype)
+        return self._accumulated.add_(local)
+
+    def _earlier(self) -> Tensor | None:
+        """The local tensor of the registered gradient; the very object we gave, so that it is recognised."""
+        gradient = self.registered.grad
+        if gradient is None:
+            return None
+        if self._given is not None and self._given[1] is gradient:
+            return self._given[0]
+        return _torch.local(gradient)
+
+    def _give(self, gradient: Tensor | None) -> None:
+        if gradient is None:
+            self.registered.grad = None
+            return
+        if self._given is None or self._given[0] is not gradient:
+            self._given = gradient, _torch.in_form_of(self.registered, gradient)
+        self.registered.grad = self._given[1]
+
+
+def _shares_memory(first: Tensor, second: Tensor) -> bool:
+    return first.data_ptr() == second.data_ptr() and first.dtype is second.dtype
+
+
+class Faces:
+    """All faces of one engine: which form of the parameters is in the module."""
+
+    def __init__(self, faces: Sequence[Face]) -> None:
+        self._faces = list(faces)
+        self.computing = False
+
+    def __bool__(self) -> bool:
+        return bool(self._faces)
+
+    def to_compute(self) -> None:
+        """Before forward: the module computes with the compute faces."""
+        for face in self._faces:
+            face.refresh()
+            face.show(face.compute)
+        self.computing = True
+
+    def to_registered(self) -> None:
+        """After backward, or a forward without one: the module shows its registered parameters."""
+        for face in self._faces:
+            face.show(face.registered)
+        self.computing = False
+
+    def collect(self) -> None:
+        """After a backward without synchronisation: gradients go where `zero_grad` finds them."""
+        for face in self._faces:
+            _ = face.grad
