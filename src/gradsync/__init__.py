@@ -8,7 +8,7 @@ from gradsync.guard.unsynchronised import allow_unsynchronised_steps
 from gradsync.observe.statistics import Statistics
 from gradsync.options import Options
 from gradsync.replica import statistics
-from gradsync.replicate import ReplicateModule, replicate, unreplicate
+from gradsync.replicate import ReplicateModule, register_forward_method, replicate, unreplicate
 
 __all__ = [
     "DistributedDataParallel",
@@ -19,6 +19,7 @@ __all__ = [
     "allow_unsynchronised_steps",
     "errors",
     "fingerprint",
+    "register_forward_method",
     "replicate",
     "statistics",
     "unreplicate",

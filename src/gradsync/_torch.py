@@ -74,7 +74,7 @@ def is_dtensor(tensor: Tensor) -> bool:
 
 def local(tensor: Tensor) -> Tensor:
     """The tensor of this rank: of a DTensor the one inside, without a graph."""
-    return tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined, no-any-return]
+    return tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def local_gradient(gradient: Tensor, parameter: Tensor) -> Tensor:
@@ -105,7 +105,8 @@ def joined_mesh(first: DeviceMesh, second: DeviceMesh, name: str) -> DeviceMesh:
             f"parameter '{name}' is a DTensor over {second}, which is not part of the same named mesh as {first}. "
             "Make one mesh, init_device_mesh(type, (dp, tp), mesh_dim_names=('dp', 'tp')), and slice both from it."
         )
-    return root[(*first.mesh_dim_names, *second.mesh_dim_names)]
+    names = (*first.mesh_dim_names, *second.mesh_dim_names)
+    return root[names]
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
@@ -138,6 +139,12 @@ def device_types(group: dist.ProcessGroup) -> list[torch.device]:
 def device_index(device: int | torch.device) -> int:
     """The number of a GPU, also where only its kind is given."""
     return int(_get_device_index(device, True))
+
+
+def accelerator() -> str:
+    """The kind of device that a bare number means."""
+    found = torch.accelerator.current_accelerator()
+    return "cuda" if found is None else found.type
 
 
 def to_kwargs(inputs: Any, kwargs: Any, device: torch.device) -> Any:

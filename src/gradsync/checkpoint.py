@@ -78,8 +78,8 @@ class CheckpointModule(ComposableModule, nn.Module):
     def _apply_to(self, duplicate: nn.Module) -> None:
         super()._apply_to(duplicate)
         state = checkpoint.state(self)
-        assert state is not None
-        checkpoint(duplicate, **vars(state.options))
+        if state is not None:
+            checkpoint(duplicate, **vars(state.options))
 
 
 @contract(CheckpointState)

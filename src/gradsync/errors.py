@@ -61,3 +61,7 @@ class UnsynchronisedStepError(GradsyncError, RuntimeError):
 
 class RosterChangedError(GradsyncError, RuntimeError):
     """Parameters were added, removed, frozen or converted in a way that differs between ranks."""
+
+
+class HookError(GradsyncError, RuntimeError):
+    """A communication hook was registered twice, or brought something that is no reduced bucket."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -47,6 +48,30 @@ def group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
             f"Only 1D device mesh is supported, but got {mesh}. Pass one of its dimensions, as mesh['name']."
         )
     return mesh.get_group(mesh_dim=0)
+
+
+def replicated_dimensions(mesh: DeviceMesh | None, dims: Any) -> DeviceMesh:
+    """The part of a mesh that torch's `DataParallelMeshDims` names, several dimensions flattened to one."""
+    if mesh is None:
+        raise InvalidOptionError("dp_mesh_dims names dimensions of a mesh: pass mesh too.")
+    if _names(dims.shard):
+        raise InvalidOptionError(
+            "replicate() with dp_mesh_dims requires replicate-only dims (no shard dims). "
+            "Use fully_shard() for sharding."
+        )
+    names = _names(dims.replicate)
+    for name in names:
+        if name not in (mesh.mesh_dim_names or ()):
+            raise InvalidOptionError(f"Mesh dim name {name!r} not found in mesh.mesh_dim_names {mesh.mesh_dim_names}")
+    if len(names) == 1:
+        return mesh[names[0]]
+    return mesh[tuple(names)]._flatten("_".join(names))
+
+
+def _names(dims: Any) -> list[str]:
+    if dims is None:
+        return []
+    return [dims] if isinstance(dims, str) else list(dims)
 
 
 def _backend_for(device_type: str) -> str:

@@ -9,6 +9,7 @@ from torch import nn
 
 from gradsync import contract
 from gradsync.engine.engine import Engine
+from gradsync.hooks.comm_hook import Hook
 from gradsync.observe.statistics import Statistics
 
 API = "replicate"
@@ -35,6 +36,17 @@ class Replica:
         """Whether backwards from now on synchronise: `no_sync` without the indentation."""
         self._engine.synchronising = requires_gradient_sync
 
+    def synchronise_gradients(self) -> None:
+        """Synchronises what backwards inside `no_sync` have left, without another backward. On all ranks."""
+        self._engine.reducer.synchronise_now()
+
+    def register_comm_hook(self, state: object, hook: Hook) -> None:
+        """`hook(state, bucket) -> Future[Tensor]` reduces each bucket instead of the mean; see `gradsync.hooks`.
+
+        At any time between two rounds, on all ranks, once.
+        """
+        self._engine.register_comm_hook(state, hook)
+
     def set_round_weight(self, weight: float) -> None:
         """How much this rank counts in the next round's mean: its number of samples or tokens, say.
 
@@ -45,15 +57,26 @@ class Replica:
         self._engine.set_round_weight(weight)
 
 
+def is_replicated(module: nn.Module) -> bool:
+    return _find_engine(module) is not None
+
+
 def engine_of(module: nn.Module) -> Engine:
     """The engine of a replicated module, also behind `torch.compile`'s wrapper."""
-    for candidate in (module, module._modules.get("_orig_mod")):
-        if candidate is not None and isinstance(engine := contract.state_of(candidate, API), Engine):
-            return engine
+    engine = _find_engine(module)
+    if engine is not None:
+        return engine
     raise TypeError(
         f"{type(module).__name__} is not replicated. Call gradsync.replicate(module) first, or pass the "
         "module it was called on rather than a submodule."
     )
+
+
+def _find_engine(module: nn.Module) -> Engine | None:
+    for candidate in (module, module._modules.get("_orig_mod")):
+        if candidate is not None and isinstance(engine := contract.state_of(candidate, API), Engine):
+            return engine
+    return None
 
 
 def statistics(module: nn.Module) -> Statistics:

@@ -5,34 +5,54 @@ from __future__ import annotations
 import copy
 import copyreg
 import dataclasses
-from typing import Any, TypeVar, cast
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
 from gradsync import _torch, contract
 from gradsync.engine.engine import Engine
-from gradsync.groups import resolve_group
+from gradsync.engine.form import Form, check_replicated
+from gradsync.errors import InvalidOptionError, UnsuitableModuleError
+from gradsync.groups import group_of_mesh, replicated_dimensions, resolve_group
 from gradsync.options import Options
 from gradsync.replica import API, Replica, engine_of
+from gradsync.replicate_setters import Setters
 from gradsync.transport.process_group import ProcessGroupTransport
 
-M = TypeVar("M", bound=nn.Module)
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+M = TypeVar("M", nn.Module, list[nn.Module])
+Method = Callable[..., Any]
 
 
-class ReplicateModule(Replica, nn.Module):
+class ReplicateModule(Setters, Replica, nn.Module):
     """What a replicated module can do besides what its own class can.
 
     No hook is put on the module: `__call__` of this class surrounds the original one. So copies,
     pickles and the order of the user's own hooks are as if it were not there.
     """
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Whoever makes another one of this class, as slicing a container does, gets a plain one."""
+        original = cls.__bases__[1]
+        return original(*args, **kwargs)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        engine = self._engine
-        engine.before_forward()
-        output = super().__call__(*args, **kwargs)
-        engine.after_forward(output)
-        return output
+        return _surrounded(self._engine, super().__call__, args, kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        self._engine.roster.faces.to_registered()
+        return super().state_dict(*args, **kwargs)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Converts and moves what is registered; what computes follows before the next forward."""
+        self._engine.roster.faces.to_registered()
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReplicateModule:
         """A working replica of its own, in step over the same group, without communicating.
@@ -40,14 +60,16 @@ class ReplicateModule(Replica, nn.Module):
         Good for an exponential moving average, and a copy that is trained on is not trained alone.
         """
         engine = self._engine
+        engine.roster.faces.to_registered()
         duplicate: nn.Module = copy.deepcopy(copy.copy(self), memo)  # a shallow copy is a plain module
         memo[id(self)] = duplicate
         options = dataclasses.replace(engine.options, init_sync=False)
-        _attach(duplicate, Engine([duplicate], engine.transport, options, engine.ignored))
+        _attach([duplicate], Engine([duplicate], engine.transport, options, engine.ignored, engine.form))
         return cast(ReplicateModule, duplicate)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles as the plain module it was: a saved model loads anywhere, without gradsync."""
+        self._engine.roster.faces.to_registered()
         original = _original_class(self)
         state = super().__getstate__()  # type: ignore[no-untyped-call]
         if isinstance(state, dict):
@@ -55,40 +77,212 @@ class ReplicateModule(Replica, nn.Module):
         return copyreg._reconstructor, (original, object, None), state  # type: ignore[attr-defined]
 
 
-def replicate(module: M, *, process_group: dist.ProcessGroup | None = None, **options: Any) -> M:
+def replicate(
+    module: M,
+    ignored_modules: Iterable[nn.Module] | None = None,
+    *,
+    mesh: DeviceMesh | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    device_mesh: DeviceMesh | None = None,
+    device_id: int | torch.device | None = None,
+    ignored_params: Iterable[nn.Parameter] | None = None,
+    mp_policy: Any = None,
+    offload_policy: Any = None,
+    dp_mesh_dims: Any = None,
+    **options: Any,
+) -> M:
     """Makes `module` a replica that is kept in step with those of the other ranks, and returns it.
 
     In place: the same object, with the same names of parameters, buffers and submodules. Its class
-    becomes `Replicate<Class>`, a subclass of both its own class and `ReplicateModule`.
+    becomes `Replicate<Class>`, a subclass of both its own class and `ReplicateModule`. A list of
+    modules makes one group, whose gradients travel together.
 
     All ranks of `process_group` (default: the default group, made from torchrun's environment if
     need be) call this with the same model; rank 0's values are broadcast. From then on every
     backward that reaches the module's parameters, however, leaves the gradient of the mean loss
     over all ranks in their `.grad`.
 
-    See `gradsync.Options` for the options.
+    - `mesh`: a 1-D mesh instead of a group. Registered parameters become DTensors over it;
+      forward and backward use plain local tensors. With `dp_mesh_dims` a larger mesh of which
+      the named dimensions are replicated. `device_mesh`: only its group; parameters stay what they are.
+    - `ignored_modules`, `ignored_params`: left out. So are submodules that are replicated already
+      (they have their own engine), and those under `fully_shard`.
+    - `mp_policy`, `offload_policy`: torch's `MixedPrecisionPolicy` and `CPUOffloadPolicy`.
+    - `device_id`: where inputs are moved to.
+    - everything else: see `gradsync.Options`; names of torch's DDP arguments work too.
     """
-    checked = Options(**options)
-    contract.check_not_applied(module, API)
-    device_type = next((p.device.type for p in module.parameters()), "cpu")
-    transport = ProcessGroupTransport(resolve_group(process_group, device_type))
-    _attach(module, Engine([module], transport, checked))
+    modules = [module] if isinstance(module, nn.Module) else _roots(list(module))
+    checked = _options(options)
+    device = _check_device(device_id)
+    for one in modules:
+        _check(one)
+    group, over = _where(modules, mesh, process_group, device_mesh, dp_mesh_dims)
+    ignored = _ignored(modules, ignored_modules or (), ignored_params or ())
+    form = _form(over if mesh is not None else None, mp_policy, offload_policy, device)
+    if form.mesh is not None:
+        for one in modules:
+            for name, parameter in one.named_parameters():
+                check_replicated(name, parameter, form.mesh)
+    engine = Engine(modules, ProcessGroupTransport(group), checked, ignored, form)
+    engine.input_device = device if device is not None and device.type != "cpu" else None
+    _attach(modules, engine)
     return module
 
 
 def unreplicate(module: M) -> M:
-    """Undoes `replicate`: the module is again what it was, and keeps its values and gradients."""
-    engine_of(module).disarm()
-    contract.withdraw(module, API)
-    module.__class__ = _original_class(module)  # type: ignore[assignment]
+    """Undoes `replicate`: the module is again what it was, and keeps its values and gradients.
+
+    With a mesh its parameters stay DTensors. Of a list, undoing one undoes all.
+    """
+    first = module if isinstance(module, nn.Module) else module[0]
+    engine = engine_of(first)
+    engine.disarm()
+    for one in engine.modules:
+        contract.withdraw(one, API)
+        one.__class__ = _original_class(one)
     return module
 
 
-def _attach(module: nn.Module, engine: Engine) -> None:
-    contract.enrol(module, API, engine)
-    cls = type(module)
-    module.__class__ = type(f"Replicate{cls.__name__}", (ReplicateModule, cls), {"__module__": cls.__module__})
+def register_forward_method(module: nn.Module, name: str) -> None:
+    """Makes another method of a replicated module count as a forward: inputs cast, faces swapped, outputs hooked.
+
+    Needed only with a mesh or a precision policy; gradients are synchronised without it.
+    """
+    engine_of(module)
+    method = getattr(type(module), name, None)
+    if not callable(method):
+        raise InvalidOptionError(f"{type(module).__name__} has no method '{name}'")
+
+    @functools.wraps(method)
+    def surrounded(self: ReplicateModule, *args: Any, **kwargs: Any) -> Any:
+        return _surrounded(self._engine, functools.partial(method, self), args, kwargs)
+
+    setattr(type(module), name, surrounded)
+
+
+def _surrounded(engine: Engine, forward: Method, args: Any, kwargs: Any) -> Any:
+    """A forward with what the engine does before and after it."""
+    engine.before_forward()
+    args, kwargs = engine.prepare_inputs(args, kwargs)
+    output = engine.form.cast_outputs(forward(*args, **kwargs))
+    engine.after_forward(output)
+    return output
+
+
+def _attach(modules: Sequence[nn.Module], engine: Engine) -> None:
+    for module in modules:
+        contract.enrol(module, API, engine)
+        cls = type(module)
+        module.__class__ = type(f"Replicate{cls.__name__}", (ReplicateModule, cls), {"__module__": cls.__module__})
 
 
 def _original_class(module: nn.Module) -> type[nn.Module]:
     return cast("type[nn.Module]", type(module).__bases__[1])
+
+
+# --- arguments -------------------------------------------------------------------------------------------
+
+
+def _roots(modules: list[nn.Module]) -> list[nn.Module]:
+    """Those modules of a list that are not inside another one of it."""
+    if not modules:
+        raise InvalidOptionError("replicate() was given an empty list of modules")
+    inside = {id(sub) for module in modules for sub in module.modules() if sub is not module}
+    return [module for module in dict.fromkeys(modules) if id(module) not in inside]
+
+
+def _check(module: nn.Module) -> None:
+    if "fully_shard" in contract.registry(module):
+        raise UnsuitableModuleError(
+            "Cannot apply `replicate()` on a Module already managed by `fully_shard`. Replicate its parent, "
+            "which leaves it alone, or use one of the two."
+        )
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
+        raise InvalidOptionError(
+            f"replicate does not support containers that do not implement forward: {type(module).__name__}. "
+            "Pass the module that calls them, or a list of modules."
+        )
+    contract.check_not_applied(module, API)
+
+
+def _options(given: dict[str, Any]) -> Options:
+    """Options, also under the names that torch's DDP has for them."""
+    given = dict(given)
+    for name in ("broadcast_buffers", "forward_sync_buffers"):
+        if given.pop(name, None) is False:
+            given.setdefault("buffers", "never")
+    for name in ("check_reduction", "batched_grad_copy", "skip_all_reduce_unused_params"):
+        given.pop(name, None)  # nothing to choose here
+    known = {field.name for field in dataclasses.fields(Options)}
+    if unknown := set(given) - known:
+        raise InvalidOptionError(
+            f"replicate() has no option {', '.join(map(repr, sorted(unknown)))}. It has: {', '.join(sorted(known))}."
+        )
+    return Options(**given)
+
+
+def _check_device(device_id: object) -> torch.device | None:
+    if device_id is None or isinstance(device_id, torch.device):
+        return device_id
+    if isinstance(device_id, int) and not isinstance(device_id, bool):
+        return torch.device(_torch.accelerator(), device_id)
+    raise UnsuitableModuleError(
+        f"Expected device_id to be int or torch.device, but got {type(device_id)}. Pass for example "
+        "torch.device('cuda', local_rank)."
+    )
+
+
+def _where(
+    modules: Sequence[nn.Module],
+    mesh: DeviceMesh | None,
+    process_group: dist.ProcessGroup | None,
+    device_mesh: DeviceMesh | None,
+    dp_mesh_dims: Any,
+) -> tuple[dist.ProcessGroup, DeviceMesh | None]:
+    """The group over which to replicate, and the mesh whose group it is."""
+    given = [x for x in (mesh, process_group, device_mesh) if x is not None]
+    if len(given) > 1:
+        raise InvalidOptionError("Cannot specify both process_group and device_mesh arguments, or mesh. Choose one.")
+    if dp_mesh_dims is not None:
+        over = replicated_dimensions(mesh, dp_mesh_dims)
+        return group_of_mesh(over), over
+    if mesh is not None and mesh.ndim != 1:
+        raise InvalidOptionError(
+            f"replicate expects a 1D DeviceMesh but got {mesh}. Pass one of its dimensions, as mesh['name'], or "
+            "say with dp_mesh_dims which ones to replicate over."
+        )
+    over_or_none = mesh if mesh is not None else device_mesh
+    if over_or_none is not None:
+        return group_of_mesh(over_or_none), over_or_none
+    device_type = next((p.device.type for module in modules for p in module.parameters()), "cpu")
+    return resolve_group(process_group, device_type), None
+
+
+def _ignored(
+    modules: Sequence[nn.Module], ignored_modules: Iterable[nn.Module], ignored_params: Iterable[nn.Parameter]
+) -> frozenset[str]:
+    """Names of parameters and buffers that are not ours."""
+    left_out = {id(parameter) for parameter in ignored_params}
+    others = list(ignored_modules)
+    for module in modules:
+        for sub in module.modules():
+            if sub is not module and {"replicate", "fully_shard"} & contract.registry(sub).keys():
+                others.append(sub)
+    for sub in others:
+        left_out |= {id(tensor) for tensor in (*sub.parameters(), *sub.buffers())}
+    names = set()
+    for number, module in enumerate(modules):
+        prefix = f"{number}." if len(modules) > 1 else ""
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            if id(tensor) in left_out:
+                names.add(prefix + name)
+    return frozenset(names)
+
+
+def _form(mesh: DeviceMesh | None, mp_policy: Any, offload_policy: Any, device: torch.device | None) -> Form:
+    offloads = type(offload_policy).__name__ == "CPUOffloadPolicy"
+    precision = {}
+    if mp_policy is not None:
+        names = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
+        precision = {name: getattr(mp_policy, name) for name in names}
+    return Form(mesh=mesh, compute_device=device if offloads else None, **precision)

@@ -27,9 +27,7 @@ MEMORY_LAYERS, MEMORY_STEPS = 8, 3
 
 def engine(
     ranks: int = typer.Option(2, min=1, help="Processes that keep in step; one alone is measured as well."),
-    rounds: int = typer.Option(
-        30, min=1, help="Rounds with the most parameters; with fewer there are up to 10 times more."
-    ),
+    rounds: int = typer.Option(30, min=1, help="Rounds: ten times as many with few parameters, a third with many."),
     parameters: str = typer.Option("100,1000,10000", help="Numbers of parameters, each a multiple of 10."),
     out: Path = typer.Option(Path("bench-out"), help="Folder for engine.json and engine.png."),
     memory_width: int = typer.Option(
@@ -139,8 +137,6 @@ class EngineBench:
         for table in bench_table.tables(result):
             self._say("")
             self.console.print(table)
-        for line in bench_table.growth_lines(result):
-            self._say(line)
         self._say("")
         for name in (PICTURE, RESULT):
             self._say(f"wrote {self.out / name}")

@@ -18,14 +18,16 @@ OURS = (REPLICATE.key, WRAPPER.key)
 def tables(result: Result) -> Iterator[Table]:
     for ranks in sorted({cost.ranks for cost in result.costs}):
         yield cost_table(result, ranks)
+    if result.growths:
+        yield growth_table(result)
     if result.peaks:
         yield memory_table(result)
 
 
 def cost_table(result: Result, ranks: int) -> Table:
-    table = _table(f"A round of {count(ranks, 'rank')}: medians, overhead above no communication")
-    for name in ("host ms", "overhead ms", "µs a parameter", "of torch's best", "clock ms", "of torch's best"):
-        table.add_column(name, justify="right")
+    """Host: processor time of the thread that trains. Clock: with the waiting for peers and for the processor."""
+    names = ("host\nms", "overhead\nms", "µs per\nparameter", "of torch's\nbest", "clock\nms", "of torch's\nbest")
+    table = _table(f"A round of {count(ranks, 'rank')}, and its overhead above no communication", *names)
     for parameters in sorted({cost.parameters for cost in result.costs}):
         table.add_row(Text(f"{parameters:,} parameters", style="bold"))
         for cost in result.of(ranks, parameters):
@@ -53,36 +55,46 @@ def _ratio(cost: Cost, ratio: float) -> str:
     return "" if cost.contender == TORCH_BEST.key else f"{ratio:.2f}×"
 
 
-def memory_table(result: Result) -> Table:
-    table = _table(f"Peak memory with {result.peaks[0].parameters:,} parameters, above no communication")
-    table.add_column("steps, MiB", justify="right")
-    table.add_column("start, MiB", justify="right")
-    plain = next(peak for peak in result.peaks if peak.contender == PLAIN.key)
-    for peak in result.peaks:
-        above = (peak.steady_mib - plain.steady_mib, peak.start_mib - plain.start_mib)
-        cells = (
-            [f"{mib:+.0f}" for mib in above]
-            if peak is not plain
-            else [f"{peak.steady_mib:.0f}", f"{peak.start_mib:.0f}"]
-        )
-        table.add_row(f"  {contender(peak.contender).name}", *cells, style=_style(peak.contender))
-    return table
-
-
-def growth_lines(result: Result) -> Iterator[str]:
-    """Whether the overhead grows at most linearly, for each contender."""
+def growth_table(result: Result) -> Table:
+    """The exponent where the growth is steepest: 1 is linear."""
+    groups = sorted({growth.ranks for growth in result.growths})
+    names = [f"{count(ranks, 'rank')}\nexponent" for ranks in groups]
+    table = _table("Growth of the overhead with the number of parameters, where it is steepest", *names)
+    rows: dict[str, list[Growth]] = {}
     for growth in result.growths:
-        yield f"{count(growth.ranks, 'rank')}, {contender(growth.contender).name}: {describe_growth(growth)}"
+        rows.setdefault(growth.contender, []).append(growth)
+    for key, row in rows.items():
+        cells = [describe_growth(growth) for growth in row]
+        table.add_row(f"  {contender(key).name}", *cells, style=_style(key))
+    return table
 
 
 def describe_growth(growth: Growth) -> str:
     verdict = "at most linear" if growth.linear else "more than linear"
-    return f"overhead grows {verdict} (as parameters to the power of {growth.exponent:.2f} where it is steepest)"
+    return f"{growth.exponent:.2f}  {verdict}"
 
 
-def _table(title: str) -> Table:
+def memory_table(result: Result) -> Table:
+    parameters = result.peaks[0].parameters
+    names = ("steps\nMiB", "start\nMiB")
+    table = _table(f"Peak memory with {parameters:,} numbers to train, above no communication", *names)
+    plain = next(peak for peak in result.peaks if peak.contender == PLAIN.key)
+    for peak in result.peaks:
+        name, style = f"  {contender(peak.contender).name}", _style(peak.contender)
+        if peak is plain:
+            table.add_row(name, f"{peak.steady_mib:.0f}", f"{peak.start_mib:.0f}", style=style)
+        else:
+            steady, start = peak.steady_mib - plain.steady_mib, peak.start_mib - plain.start_mib
+            table.add_row(name, f"{steady:+.0f}", f"{start:+.0f}", style=style)
+    return table
+
+
+def _table(title: str, *columns: str) -> Table:
     table = Table(title=Text(title, style="bold"), title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("")
+    table.title_style = ""
+    table.add_column("", no_wrap=True, min_width=28)
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
     return table
 
 

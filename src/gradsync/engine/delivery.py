@@ -6,7 +6,7 @@ way its parameters' `.grad` is None: nothing can write into memory that is being
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,8 @@ from torch import Tensor
 from gradsync.engine.bucket import Bucket, fill
 from gradsync.engine.plan import BucketPlan
 from gradsync.engine.roster import Managed
+from gradsync.hooks import comm_hook
+from gradsync.hooks.comm_hook import GradBucket, Hook
 from gradsync.options import Options
 from gradsync.transport.base import Transport, Work
 
@@ -40,12 +42,18 @@ class Delivery:
         self._specs = [one.spec for one in managed]
         self._transport = transport
         self._mean = options.reduce == "mean"
+        self.divisor: float | None = None
+        """Set: a gradient is the sum over the ranks divided by this, whatever their weights."""
+        self.hook: tuple[Hook, object] | None = None
+        """A communication hook and its state, which reduce the buckets instead of the transport."""
+        self.after_reduce: Callable[[Tensor], None] | None = None
+        """Called with each bucket's reduced gradients, flat, before they are delivered."""
         self._as_view = options.gradient_as_bucket_view
         self._weight_unit = 1.0  # the ranks' mean weight in the latest round
 
     # --- there -----------------------------------------------------------------------------------
 
-    def launch(self, bucket: Bucket, dirty: Set[int], extra: Sequence[bool] = ()) -> InFlight:
+    def launch(self, bucket: Bucket, number: int, last: bool, dirty: Set[int], extra: Sequence[bool] = ()) -> InFlight:
         """Collects the gradients of a bucket and hands it to the transport.
 
         A dirty parameter brings its gradient. A clean one brings the `.grad` it has, which an
@@ -67,29 +75,50 @@ class Delivery:
             elif gradient is not view:
                 views.append(view)
                 gradients.append(gradient)
-            if not self._mean and gradient is not None and not is_used:
+            if self.gain != 1 and gradient is not None and not is_used:
                 shared.append(view)
             slot.grad = None
         fill(views, gradients)
         if empty:
             torch._foreach_zero_(empty)
         if shared:  # as in `share_out`
-            torch._foreach_div_(shared, self._transport.size)
+            torch._foreach_div_(shared, self.gain)
         bucket.write_tail(used, extra)
+        if self.hook is not None:
+            return InFlight(bucket, self._launch_hook(bucket, number, last), used, held)
         return InFlight(bucket, self._transport.reduce(bucket.buffer, self._scale()), used, held)
+
+    def _launch_hook(self, bucket: Bucket, number: int, last: bool) -> Work:
+        assert self.hook is not None
+        hook, state = self.hook
+        parameters = [self._computing[place.index] for place in bucket.plan.places]
+        seen = GradBucket(bucket.data, bucket.views, parameters, number, last)
+        tail = self._transport.reduce(bucket.tail, self._scale())
+        return comm_hook.launch(hook, state, seen, tail, self._transport.rank)
+
+    @property
+    def gain(self) -> float:
+        """How often something that all ranks have in common is in the result: once in a mean."""
+        if self.hook is not None:
+            return 1.0
+        if self.divisor is not None:
+            return self._transport.size / self.divisor
+        return 1.0 if self._mean else float(self._transport.size)
 
     def share_out(self, index: int) -> None:
         """Before a sum grows by another backward: each rank keeps its share of what all have in common.
 
         `.grad` holds an earlier round's sum, the same everywhere. The next round adds up all ranks'
-        `.grad`, so each may bring only 1/N of it. (A mean needs no such care.)
+        `.grad`, so each of N may bring only 1/N of it. (A mean needs no such care.)
         """
         gradient = self._slots[index].grad
         if gradient is not None:
             with torch.no_grad():
-                gradient.div_(self._transport.size)
+                gradient.div_(self.gain)
 
     def _scale(self) -> float:
+        if self.divisor is not None:
+            return 1 / self.divisor
         return self.weight / (self._weight_unit * self._transport.size) if self._mean else 1.0
 
     # --- and back --------------------------------------------------------------------------------
@@ -97,7 +126,10 @@ class Delivery:
     def deliver(self, flight: InFlight) -> None:
         """Gives every parameter of a bucket that has been reduced its gradient."""
         bucket = flight.bucket
-        self._divide(bucket)
+        if self.hook is None:
+            self._divide(bucket)
+        if self.after_reduce is not None:
+            self.after_reduce(bucket.data)
         used = flight.used if all(flight.used) and self.weight > 0 else bucket.read_usage()
         targets, sources = [], []
         rows = zip(bucket.plan.places, bucket.views, flight.held, used, strict=True)
@@ -115,7 +147,7 @@ class Delivery:
 
     def total_weight(self, bucket: Bucket) -> float:
         """The ranks' scales added up: 1, and not nearly 1, if they only differ from it by rounding."""
-        if not self._mean:
+        if not self._mean or self.divisor is not None:
             return 1.0
         weight = bucket.read_weight()
         rounding = self._transport.size * torch.finfo(bucket.plan.dtype).eps

@@ -10,6 +10,7 @@ import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +22,11 @@ from gradsync.engine.form import Form
 from gradsync.engine.outputs import tensors_in
 from gradsync.engine.reducer import Reducer
 from gradsync.engine.roster import Roster
-from gradsync.errors import InvalidOptionError, RosterChangedError
+from gradsync.errors import HookError, InvalidOptionError, RosterChangedError
 from gradsync.events import Event, Recorder
 from gradsync.guard import unsynchronised
 from gradsync.guard.start import check_module, check_same_model, list_differences
+from gradsync.hooks.comm_hook import Hook, check_hook, name_of
 from gradsync.observe.statistics import Statistics
 from gradsync.options import Options
 from gradsync.transport.base import Transport
@@ -57,6 +59,8 @@ class Engine:
         self.spares_evaluation = False
         """Set for a wrapper: a backward through the wrapped module itself, in eval mode, is no round. One
         rank may look at gradients alone; should it step on them, the guard speaks up."""
+        self.input_device: torch.device | None = None
+        """Where inputs are moved to; None: nowhere."""
         self._serial = next(_serials)
         self._generation = 0
         self._start()
@@ -78,6 +82,12 @@ class Engine:
             self.roster.renew_faces()
             self.roster.faces.to_compute()
         self.buffers.before_forward()
+
+    def prepare_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Inputs on the module's device, and in the dtype in which it computes."""
+        if self.input_device is not None:
+            (args, *_), (kwargs, *_) = _torch.to_kwargs(args, kwargs, self.input_device)
+        return self.form.cast_inputs(args, kwargs)
 
     def after_forward(self, output: object) -> None:
         """Puts a hook on the outputs: backward passes it first, in the outermost backward."""
@@ -127,6 +137,18 @@ class Engine:
         if self.options.reduce != "mean":
             raise InvalidOptionError(f"weights are for reduce='mean'; here it is {self.options.reduce!r}")
         self.reducer.delivery.weight = float(weight)
+
+    def register_comm_hook(self, state: object, hook: Hook) -> None:
+        check_hook(hook)
+        if self.reducer.delivery.hook is not None:
+            raise HookError("register_comm_hook or register_builtin_comm_hook can only be called once.")
+        self.reducer.delivery.hook = hook, state
+        self.statistics.hook = name_of(hook)
+
+    def set_divide_factor(self, factor: float) -> None:
+        if not 0 < factor < float("inf"):
+            raise InvalidOptionError(f"a divide factor must be a finite number above 0, but is {factor}")
+        self.reducer.divide_by(float(factor))
 
     def promise_static_graph(self) -> None:
         self.options = self.reducer.options = replace(self.options, static_graph=True)

@@ -31,19 +31,18 @@ class Form:
     def face(self, name: str, parameter: nn.Parameter, sites: Sequence[Site]) -> Face | None:
         """The face of one parameter, made at the first sight of it; None if it needs none."""
         if self.mesh is not None:
-            computing = _register_on_mesh(name, parameter, self.mesh)
-        elif _torch.is_dtensor(parameter) or self._converts(parameter):
-            computing = parameter
+            registered, computing = _on_mesh(name, parameter, self.mesh)
+        elif _torch.is_dtensor(parameter):  # computes as it is, but its gradient is taken apart
+            registered, computing = parameter, nn.Parameter(parameter.detach(), parameter.requires_grad)
+        elif self._converts(parameter):
+            registered = computing = parameter
         else:
             return None
         if self._converts(computing):
             device = self.compute_device or _torch.local(computing).device
-            dtype = self._compute_dtype(computing)
-            copied = computing.detach().to(device=device, dtype=dtype)
+            copied = computing.detach().to(device=device, dtype=self._compute_dtype(computing))
             computing = nn.Parameter(copied, computing.requires_grad)
-        elif computing is parameter:  # a DTensor that computes as it is
-            computing = nn.Parameter(parameter.detach(), parameter.requires_grad)
-        return Face(parameter, computing, sites, self._reduced_dtype(parameter))
+        return Face(registered, computing, sites, self._reduced_dtype(registered))
 
     def cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Floating inputs in the dtype in which the parameters compute."""
@@ -68,49 +67,46 @@ class Form:
         return self.reduce_dtype or self.param_dtype or parameter.dtype
 
 
-def _register_on_mesh(name: str, parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
-    """Makes `parameter` itself a DTensor over `mesh`, and returns one that computes with its local tensor.
+def _on_mesh(name: str, parameter: nn.Parameter, mesh: DeviceMesh) -> tuple[nn.Parameter, nn.Parameter]:
+    """A DTensor over `mesh` to register for `parameter`, and what computes with its local tensor.
 
-    The object stays the same, so an optimizer that was built before keeps working.
+    A plain parameter computes itself and gets a DTensor to be registered instead. A DTensor, of
+    tensor parallelism, stays the same object and becomes one over both meshes.
     """
     from torch.distributed.tensor import DTensor, Replicate
 
-    if isinstance(parameter, DTensor) and _covers(parameter.device_mesh, mesh):  # registered there already
-        computing = _without_dimensions(parameter, mesh)
-    else:
-        computing = nn.Parameter(parameter.detach(), parameter.requires_grad)
-        placements = [Replicate()] * mesh.ndim
-        whole = mesh
-        if isinstance(parameter, DTensor):
-            whole = _torch.joined_mesh(mesh, parameter.device_mesh, name)
-            placements = [*placements, *parameter.placements]  # type: ignore[list-item]
-        spread = DTensor.from_local(
-            _torch.local(parameter).detach(),
-            whole,
-            placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
+    if not isinstance(parameter, DTensor):
+        spread = DTensor.from_local(parameter.detach(), mesh, [Replicate()] * mesh.ndim, run_check=False)
         registered = nn.Parameter(spread, parameter.requires_grad)
         gradient, parameter.grad = parameter.grad, None
-        torch.utils.swap_tensors(parameter, registered)
         if gradient is not None:
-            parameter.grad = _torch.in_form_of(parameter, _torch.local(gradient))
-    return computing
+            registered.grad = _torch.in_form_of(registered, gradient)
+        return registered, parameter
+    if _covers(parameter.device_mesh, mesh):
+        return parameter, _without_dimensions(parameter, mesh)
+    computing = nn.Parameter(parameter.detach(), parameter.requires_grad)
+    placements = [*[Replicate()] * mesh.ndim, *parameter.placements]
+    whole = _torch.joined_mesh(mesh, parameter.device_mesh, name)
+    inner, shape, stride = _torch.local(parameter).detach(), parameter.shape, parameter.stride()
+    spread = DTensor.from_local(inner, whole, placements, run_check=False, shape=shape, stride=stride)
+    gradient, parameter.grad = parameter.grad, None
+    torch.utils.swap_tensors(parameter, nn.Parameter(spread, parameter.requires_grad))
+    if gradient is not None:
+        parameter.grad = _torch.in_form_of(parameter, _torch.local(gradient))
+    return parameter, computing
 
 
 def _covers(whole: DeviceMesh, mesh: DeviceMesh) -> bool:
-    return set(mesh.mesh_dim_names or ("",)) <= set(whole.mesh_dim_names or ())
+    return whole == mesh or set(mesh.mesh_dim_names or ("",)) <= set(whole.mesh_dim_names or ())
 
 
 def _without_dimensions(parameter: Any, mesh: DeviceMesh) -> nn.Parameter:
     """What computes for a DTensor that is registered over the mesh's dimensions and perhaps others."""
     from torch.distributed.tensor import DTensor
 
-    names = parameter.device_mesh.mesh_dim_names
+    names = parameter.device_mesh.mesh_dim_names or ()
     others = [name for name in names if name not in (mesh.mesh_dim_names or ())]
-    local = parameter.to_local().detach()
+    local = _torch.local(parameter).detach()
     if not others:
         return nn.Parameter(local, parameter.requires_grad)
     placements = [placement for name, placement in zip(names, parameter.placements, strict=True) if name in others]

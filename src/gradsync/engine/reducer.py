@@ -81,6 +81,7 @@ class Reducer:
         self._not_a_round = _torch.NO_GRAPH_TASK  # a backward that `at_open` refused
         self._unfinished: UnfinishedRoundError | None = None
         self._backward = Backward(at_end=self._close)
+        self._managed: list[Managed] = []
         self._begin_with(managed)
         self.synchronise(True)
 
@@ -89,13 +90,22 @@ class Reducer:
         self.specs = [one.spec for one in managed]
         self._slots = [one.slot for one in managed]
         self._computing = [one.computing for one in managed]
+        self.hidden = {id(one.computing): one.spec.name for one in managed if one.computing is not one.parameter}
         self.plan: Plan | None = None
         self.buckets: list[Bucket] = []
         self._bucket_of = [-1] * len(self.parameters)
         self._expected = [0] * len(self.parameters)
-        self.delivery = Delivery(managed, self._transport, self.options)
-        share = self._share_out if self.options.reduce == "sum" else None
+        self.delivery = self._make_delivery(managed)
+        share = self._share_out if self.delivery.gain != 1 else None
         self._arrivals = Arrivals(self._computing, before=share)
+
+    def _make_delivery(self, managed: Sequence[Managed]) -> Delivery:
+        made = Delivery(managed, self._transport, self.options)
+        if self._managed:  # what was registered with the one before stays
+            before = self.delivery
+            made.divisor, made.hook, made.after_reduce = before.divisor, before.hook, before.after_reduce
+        self._managed = list(managed)
+        return made
 
     # --- what the engine calls -----------------------------------------------------------------
 
@@ -160,6 +170,17 @@ class Reducer:
             if seen and one.slot.grad is not None:
                 self.dirty.add(index)
 
+    def divide_by(self, divisor: float) -> None:
+        """From the next round on a gradient is the sum over the ranks divided by `divisor`."""
+        self.delivery.divisor = divisor
+        self.replace(self._managed)
+
+    def synchronise_now(self) -> None:
+        """A round without a backward: carries what backwards without synchronisation have left."""
+        if self._round is None and self.dirty:
+            self._round = Round(self.rounds, time.perf_counter(), self._count_missing())
+            self._close()
+
     def disarm(self) -> None:
         """Takes the hooks off the parameters."""
         self._arrivals.disarm()
@@ -222,7 +243,8 @@ class Reducer:
         bucket = self.buckets[number]
         now = time.perf_counter()
         opened.first_launch_at = opened.first_launch_at or now
-        opened.launched.append(self.delivery.launch(bucket, self.dirty, extra))
+        last = number == len(self.buckets) - 1
+        opened.launched.append(self.delivery.launch(bucket, number, last, self.dirty, extra))
         if self.recorder is not None:
             overlapped = self.phase is Phase.OPEN
             self.recorder(BucketLaunched(opened.number, number, bucket.plan.nbytes, now, overlapped))

@@ -82,12 +82,10 @@ class Roster:
                 for key, parameter in submodule._parameters.items():
                     if parameter is not None:
                         sites.setdefault(parameter, []).append((submodule._parameters, key))
-        named = {name: p for name, p in self.named() if name not in self._ignored}
-        self._known = {p: self._face(name, p, sites[p]) for name, p in named.items()}
-        self.entries = [
-            Entry(name, sites[p][0], p, self._known[p], p.requires_grad, p.dtype, p.device) for name, p in named.items()
-        ]
-        self.faces = Faces([face for face in self._known.values() if face is not None])
+        self.entries = [self._enter(n, p, sites[p]) for n, p in self.named() if n not in self._ignored]
+        self._known = {entry.parameter: entry.face for entry in self.entries}
+        self.faces = Faces([entry.face for entry in self.entries if entry.face is not None])
+        self.faces.to_registered()
         self._sparse = {weight for module in self._modules for weight in _sparse_parameters(module)}
         # A submodule that gains a parameter or a submodule shows in the sizes of its dictionaries.
         self._sizes: list[tuple[Sized, int]] = [
@@ -97,12 +95,14 @@ class Roster:
             for table in (submodule._parameters, submodule._modules)
         ]
 
-    def _face(self, name: str, parameter: nn.Parameter, sites: list[Site]) -> Face | None:
-        """The face it had, as long as its dtype and device are the same; else a new one."""
+    def _enter(self, name: str, parameter: nn.Parameter, sites: list[Site]) -> Entry:
+        """An entry, with the face it had as long as that fits, else a new one."""
         face = self._known.get(parameter)
-        if face is not None and not face.outdated():
-            return face
-        return self._form.face(name, parameter, sites)
+        if face is None or face.outdated():
+            face = self._form.face(name, parameter, sites)
+        registered = parameter if face is None else face.registered
+        trained, dtype, device = registered.requires_grad, registered.dtype, registered.device
+        return Entry(name, sites[0], registered, face, trained, dtype, device)
 
     def named(self) -> Iterator[tuple[str, nn.Parameter]]:
         """All parameters with their names; those of several modules begin with the module's number."""

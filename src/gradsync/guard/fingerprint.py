@@ -7,6 +7,8 @@ import hashlib
 
 from torch import Tensor, nn
 
+from gradsync import _torch
+
 
 def fingerprint(module: nn.Module) -> str:
     """Hex digest over names, shapes, dtypes and all bytes of the parameters and buffers of `module`.
@@ -21,5 +23,5 @@ def fingerprint(module: nn.Module) -> str:
 
 
 def _memory(tensor: Tensor) -> bytes:
-    values = tensor.detach().cpu().contiguous()
+    values = _torch.local(tensor).detach().cpu().contiguous()
     return ctypes.string_at(values.data_ptr(), values.nbytes) if values.nbytes else b""

@@ -28,6 +28,10 @@ class Watched(Protocol):
         """Names of dirty parameters whose ids are among those given and that have a gradient."""
 
     @property
+    def hidden(self) -> dict[int, str]:
+        """Ids of tensors that compute but are not registered, with their parameters' names."""
+
+    @property
     def rank(self) -> int: ...
 
     @property
@@ -63,8 +67,22 @@ def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
     if _allowed:
         return
     for reducer in tuple(_watched):
+        if reducer.hidden:
+            _check_registered(optimizer, reducer)
         if reducer.dirty and reducer.size > 1:
             _check(optimizer, reducer)
+
+
+def _check_registered(optimizer: Optimizer, reducer: Watched) -> None:
+    """An optimizer that holds what only computes would never see a gradient, and never move anything."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if name := reducer.hidden.get(id(parameter)):
+                raise UnsynchronisedStepError(
+                    f"rank {reducer.rank}: this {type(optimizer).__name__} was built before the module was replicated "
+                    f"over a mesh and holds the tensor that '{name}' computes with, not the registered DTensor. Build "
+                    "the optimizer after gradsync.replicate(module, mesh=...)."
+                )
 
 
 def _check(optimizer: Optimizer, reducer: Watched) -> None:

@@ -1,0 +1,1 @@
+"""What may replace or follow the plain average."""

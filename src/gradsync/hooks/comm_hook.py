@@ -1,0 +1,121 @@
+"""Communication hooks: `hook(state, bucket) -> Future[Tensor]` reduces a bucket instead of us.
+
+The bucket has the methods of torch's `GradBucket`, so that the stock hooks of
+`torch.distributed.algorithms.ddp_comm_hooks` run on it unchanged. It holds this rank's gradients as
+they are, not divided; what the future brings replaces them as it is.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.futures import Future
+
+from gradsync.errors import HookError
+
+Hook = Callable[[Any, Any], Future[Tensor]]
+_RETURNS = (inspect.Signature.empty, torch.futures.Future[torch.Tensor], torch.futures.Future)
+
+
+class GradBucket:
+    """One bucket, as a communication hook sees it."""
+
+    def __init__(
+        self, data: Tensor, gradients: Sequence[Tensor], parameters: Sequence[Tensor], index: int, is_last: bool
+    ) -> None:
+        self._data = data
+        self._gradients = list(gradients)
+        self._parameters = list(parameters)
+        self._index = index
+        self._is_last = is_last
+
+    def index(self) -> int:
+        """The bucket's number; buckets are launched in this order."""
+        return self._index
+
+    def buffer(self) -> Tensor:
+        """All gradients, flat, one after the other."""
+        return self._data
+
+    def set_buffer(self, buffer: Tensor) -> None:
+        self._data = buffer
+
+    def gradients(self) -> list[Tensor]:
+        """Views of the buffer in the parameters' shapes."""
+        return list(self._gradients)
+
+    def parameters(self) -> list[Tensor]:
+        return list(self._parameters)
+
+    def is_last(self) -> bool:
+        """Whether this is the last bucket of the round."""
+        return self._is_last
+
+
+@dataclass(frozen=True)
+class HookWork:
+    """A hook's future under way, together with the tail, which travels beside it."""
+
+    future: Future[Any]
+    data: Tensor
+    tail: Any  # Work
+    rank: int
+    name: str
+
+    def wait(self) -> None:
+        result = self.future.wait()
+        if isinstance(result, (list, tuple)) and len(result) == 1:
+            result = result[0]
+        if not isinstance(result, Tensor) or result.numel() != self.data.numel() or result.dtype is not self.data.dtype:
+            found = f"{result.numel()} x {result.dtype}" if isinstance(result, Tensor) else type(result).__name__
+            raise HookError(
+                f"rank {self.rank}: communication hook '{self.name}' must bring a tensor like the bucket's buffer, "
+                f"{self.data.numel()} x {self.data.dtype}, but brought {found}."
+            )
+        if result.data_ptr() != self.data.data_ptr():
+            self.data.copy_(result.view_as(self.data))
+        self.tail.wait()
+
+
+def launch(hook: Hook, state: object, bucket: GradBucket, tail: Any, rank: int) -> HookWork:
+    """Calls the hook for one bucket."""
+    future = hook(state, bucket)
+    if not isinstance(future, Future):
+        raise HookError(
+            "callback must return a torch.futures.Future object, but got "
+            f"{type(future).__name__} from hook '{name_of(hook)}' on rank {rank}. Return for example "
+            "dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda f: f.value()[0] / world_size)."
+        )
+    return HookWork(future, bucket.buffer(), tail, rank, name_of(hook))
+
+
+def check_hook(hook: object) -> None:
+    """Refuses what can't be a hook, as torch does."""
+    if not callable(hook):
+        raise TypeError("Communication hook must be callable.")
+    signature = inspect.signature(hook)
+    bucket = signature.parameters.get("bucket")
+    if bucket is not None and not _names_bucket(bucket.annotation):
+        raise ValueError("Communication hook: bucket annotation should be dist.GradBucket.")
+    returned = signature.return_annotation
+    if returned not in _RETURNS and "Future" not in str(returned):
+        raise ValueError(
+            "Communication hook: return annotation should be torch.futures.Future[torch.Tensor] or "
+            "torch.futures.Future."
+        )
+
+
+def _names_bucket(annotation: Any) -> bool:
+    """torch's class, ours, or no annotation; also as text, which `from __future__ import annotations` makes of it."""
+    name = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
+    return annotation in (inspect.Parameter.empty, Any) or name.split(".")[-1] == "GradBucket"
+
+
+def name_of(hook: Any) -> str:
+    name: str = getattr(hook, "__qualname__", None) or type(hook).__qualname__
+    return name

@@ -1,0 +1,98 @@
+"""The setters that torch's `ReplicateModule` has, by its names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradsync.engine.engine import Engine
+from gradsync.errors import InvalidOptionError
+from gradsync.replica import engine_of, is_replicated
+
+
+class Handle:
+    """What `unshard(async_op=True)` returns. There is nothing to wait for."""
+
+    def wait(self) -> None:
+        return
+
+
+class Setters:
+    """Methods of a module under `replicate`. `recurse` also reaches replicated submodules."""
+
+    def _engines(self, recurse: bool = True) -> Iterator[Engine]:
+        assert isinstance(self, nn.Module)
+        for module in self.modules() if recurse else [self]:
+            if is_replicated(module):
+                yield engine_of(module)
+
+    # --- gradients -------------------------------------------------------------------------------
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Whether backwards from now on synchronise: `no_sync` without the indentation."""
+        for engine in self._engines(recurse):
+            engine.synchronising = requires_gradient_sync
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """The same: without shards, reducing is all there is to synchronising."""
+        self.set_requires_gradient_sync(requires_all_reduce, recurse=recurse)
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Accepted. A round ends with its backward; pipelines turn synchronisation off for all but the last."""
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Gradients are the sum over the ranks divided by `factor`, instead of the mean."""
+        for engine in self._engines():
+            engine.set_divide_factor(factor)
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """torch's older name for `set_gradient_divide_factor`."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Accepted: buckets are always summed, and scaled before that."""
+
+    def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: Any = None) -> None:
+        """`hook(gradients)` sees each bucket's reduced gradients, flat, before they are delivered."""
+        if not callable(hook):
+            raise TypeError("Communication hook must be callable.")
+        for engine in self._engines(recurse=False):
+            engine.reducer.delivery.after_reduce = hook
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """Accepted: broadcasts and copies follow the current stream, on which the optimizer ran."""
+
+    # --- shards, of which there are none ---------------------------------------------------------
+
+    def unshard(self, async_op: bool = False) -> Handle | None:
+        """Parameters are whole already."""
+        return Handle() if async_op else None
+
+    def reshard(self) -> None:
+        """There is nothing to shard."""
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """There is nothing to shard."""
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """There is nothing to shard."""
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """There is nothing to gather."""
+
+    def set_modules_to_forward_prefetch(self, modules: list[nn.Module]) -> None:
+        """There is nothing to prefetch."""
+        _check_prefetched(modules)
+
+    def set_modules_to_backward_prefetch(self, modules: list[nn.Module]) -> None:
+        """There is nothing to prefetch."""
+        _check_prefetched(modules)
+
+
+def _check_prefetched(modules: list[nn.Module]) -> None:
+    for module in modules:
+        if not is_replicated(module):
+            raise InvalidOptionError(f"Expects FSDPModule but got {type(module)}: replicate the module first.")
