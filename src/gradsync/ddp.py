@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import scatter_gather
 
 from gradsync import _torch, contract
-from gradsync.ddp_private import TorchPrivate
+from gradsync.ddp_private import TorchPrivate, _MixedPrecision
 from gradsync.engine.engine import Engine
 from gradsync.errors import InvalidOptionError, UnsuitableModuleError
 from gradsync.groups import group_of_mesh, resolve_group
@@ -81,8 +81,6 @@ class DistributedDataParallel(TorchPrivate, Replica, nn.Module):
             raise InvalidOptionError(
                 "Cannot specify both process_group and device_mesh arguments. Pass the one whose ranks you mean."
             )
-        if mixed_precision is not None:
-            raise NotImplementedError("mixed_precision is not built yet; use torch.autocast around forward.")
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self._module_parameters = [p for n, p in module.named_parameters() if n not in self.parameters_to_ignore]
         delayed = _delayed(module, delay_all_reduce_named_params, param_to_hook_all_reduce)
@@ -109,7 +107,9 @@ class DistributedDataParallel(TorchPrivate, Replica, nn.Module):
         self.batched_grad_copy = batched_grad_copy
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self.static_graph = False
-        self.mixed_precision = mixed_precision
+        self.mixed_precision = _as_ours(mixed_precision)
+        if self.mixed_precision is not None:
+            self.mixed_precision.cast_buffers(module, self.parameters_to_ignore)
 
         options = Options(
             bucket_cap_mb=bucket_cap_mb,
@@ -135,7 +135,8 @@ class DistributedDataParallel(TorchPrivate, Replica, nn.Module):
     def _connect(self, group: dist.ProcessGroup, options: Options) -> None:
         self.process_group = group
         ignored = frozenset(self.parameters_to_ignore)
-        engine = Engine([self.module], ProcessGroupTransport(group), options, ignored)
+        form = None if self.mixed_precision is None else self.mixed_precision.form()
+        engine = Engine([self.module], ProcessGroupTransport(group), options, ignored, form)
         engine.spares_evaluation = True
         contract.enrol(self, API, engine)
         # The wrapped module may live on without us, and must then be an ordinary module again.
@@ -151,6 +152,7 @@ class DistributedDataParallel(TorchPrivate, Replica, nn.Module):
         if self.device_ids:
             moved_inputs, moved_kwargs = self.to_kwargs(inputs, kwargs, self.device_ids[0])
             inputs, kwargs = moved_inputs[0], moved_kwargs[0]
+        inputs, kwargs = engine.form.cast_inputs(inputs, kwargs)
         before, DistributedDataParallel._active_ddp_module = DistributedDataParallel._active_ddp_module, self
         try:
             output = self.module(*inputs, **kwargs)
@@ -247,6 +249,14 @@ class DistributedDataParallel(TorchPrivate, Replica, nn.Module):
             if "module" not in self.__dict__.get("_modules", {}) or not hasattr(self.module, name):
                 raise
             return getattr(self.module, name)
+
+
+def _as_ours(mixed_precision: Any) -> _MixedPrecision | None:
+    """torch's own class works as well."""
+    if mixed_precision is None or isinstance(mixed_precision, _MixedPrecision):
+        return mixed_precision
+    names = [field.name for field in dataclasses.fields(_MixedPrecision)]
+    return _MixedPrecision(**{name: getattr(mixed_precision, name) for name in names})
 
 
 def _check_trainable(module: nn.Module, parameters: Sequence[nn.Parameter]) -> None:

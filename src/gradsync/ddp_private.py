@@ -8,14 +8,17 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from gradsync.ddp_logging import RuntimeLog, configuration
 from gradsync.engine.buffers import BufferHook, BufferHookLocation
 from gradsync.engine.engine import Engine
+from gradsync.engine.form import Form
 from gradsync.errors import InvalidOptionError, UnfinishedRoundError
 from gradsync.options import MIB, Options
 
@@ -23,6 +26,29 @@ if TYPE_CHECKING:
     from gradsync.ddp import DistributedDataParallel
 
 _BufferCommHookLocation = BufferHookLocation
+
+
+@dataclass
+class _MixedPrecision:
+    """torch's private settings for `mixed_precision`. None: as it is."""
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    buffer_dtype: torch.dtype | None = None
+    keep_low_precision_grads: bool = False
+    cast_forward_inputs: bool = False
+    cast_root_forward_inputs: bool = True
+
+    def form(self) -> Form:
+        """The same for the engine. Gradients always come back in full precision."""
+        casts = self.cast_forward_inputs or self.cast_root_forward_inputs
+        return Form(param_dtype=self.param_dtype, reduce_dtype=self.reduce_dtype, cast_forward_inputs=casts)
+
+    def cast_buffers(self, module: nn.Module, ignored: Iterable[str]) -> None:
+        if self.buffer_dtype is not None:
+            for name, buffer in module.named_buffers():
+                if buffer.is_floating_point() and name not in ignored:
+                    buffer.data = buffer.to(self.buffer_dtype)
 
 
 class TorchPrivate:

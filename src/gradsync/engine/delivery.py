@@ -131,19 +131,21 @@ class Delivery:
         if self.after_reduce is not None:
             self.after_reduce(bucket.data)
         used = flight.used if all(flight.used) and self.weight > 0 else bucket.read_usage()
-        targets, sources = [], []
+        targets, sources, keepers = [], [], []
         rows = zip(bucket.plan.places, bucket.views, flight.held, used, strict=True)
         for place, view, held, is_used in rows:
+            slot = self._slots[place.index]
             if not is_used:
-                gradient = held  # nobody used it: as it was, and None stays None
+                slot.grad = held  # nobody used it: as it was, and None stays None
             elif self._as_view:
-                gradient = view
+                slot.grad = view
             else:
-                gradient = torch.empty_like(view) if held is None or held is view else held.detach()
-                targets.append(gradient)
+                targets.append(torch.empty_like(view) if held is None or held is view else held.detach())
                 sources.append(view)
-            self._slots[place.index].grad = gradient
+                keepers.append(slot)
         fill(targets, sources)
+        for slot, gradient in zip(keepers, targets, strict=True):
+            slot.grad = gradient
 
     def total_weight(self, bucket: Bucket) -> float:
         """The ranks' scales added up: 1, and not nearly 1, if they only differ from it by rounding."""

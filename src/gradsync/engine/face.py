@@ -31,7 +31,6 @@ class Face:
     reduce_dtype: torch.dtype
     _accumulated: Tensor | None = None  # of backwards without synchronisation, in `reduce_dtype`
     _given: tuple[Tensor, Tensor] | None = None  # a local gradient, and the registered form it was given
-    _copied_version: int = -1
 
     def __post_init__(self) -> None:
         inner = _torch.local(self.registered)
@@ -52,11 +51,10 @@ class Face:
         if self.compute.requires_grad is not self.registered.requires_grad:
             self.compute.requires_grad_(self.registered.requires_grad)
         registered, compute = _torch.local(self.registered), _torch.local(self.compute)
-        if _shares_memory(registered, compute) or self._copied_version == registered._version:
-            return
-        with torch.no_grad():
-            compute.copy_(registered)
-        self._copied_version = registered._version
+        if not _shares_memory(registered, compute):
+            # Every time: no version counter tells of all the ways to change a parameter. Through `.data`: the
+            # graph of an earlier forward, whose values are the same, does not take it for a mistake.
+            compute.data.copy_(registered.detach())
 
     # --- gradients, as if this were a parameter --------------------------------------------------
 
