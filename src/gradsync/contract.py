@@ -219,6 +219,15 @@ _made: weakref.WeakValueDictionary[tuple[type, type], type] = weakref.WeakValueD
 _MADE_FROM = "_gradsync_made_from"
 
 
+class _MadeFrom(NamedTuple):
+    """What `put_on` made a class from."""
+
+    mixin: type[ComposableModule]
+    cls: type
+    prefix: str
+    shared: bool
+
+
 class ComposableModule:
     """Base of what an API puts over a module's own class, to do something around its call or forward.
 
@@ -258,16 +267,19 @@ class ComposableModule:
         return (original if make is type(self) else make, args, *rest)
 
 
-def put_on(module: nn.Module, mixin: type[ComposableModule], prefix: str) -> None:
+def put_on(module: nn.Module, mixin: type[ComposableModule], prefix: str, *, shared: bool = True) -> None:
     """Makes the module's class one of `mixin` over the present one.
 
-    Modules of one class get one class again, which spares torch.compile a compilation for each.
+    Modules of one class get one class again, which spares torch.compile a compilation for each; with
+    `shared=False` the module gets one for itself, to which methods may be added.
     """
     cls = type(module)
-    made = _made.get((mixin, cls))
+    made = _made.get((mixin, cls)) if shared else None
     if made is None:
-        namespace = {"__module__": cls.__module__, _MADE_FROM: (mixin, cls, prefix)}
-        made = _made[mixin, cls] = type(f"{prefix}{cls.__name__}", (mixin, cls), namespace)
+        namespace = {"__module__": cls.__module__, _MADE_FROM: _MadeFrom(mixin, cls, prefix, shared)}
+        made = type(f"{prefix}{cls.__name__}", (mixin, cls), namespace)
+        if shared:
+            _made[mixin, cls] = made
     module.__class__ = made
 
 
@@ -275,28 +287,28 @@ def take_off(module: nn.Module, mixin: type[ComposableModule]) -> None:
     """Undoes `put_on`, also if other mixins were put on since."""
     worn = list(_worn(type(module)))
     module.__class__ = original_class(type(module))
-    for other, prefix in reversed(worn):
-        if other is not mixin:
-            put_on(module, other, prefix)
+    for other in reversed(worn):
+        if other.mixin is not mixin:
+            put_on(module, other.mixin, other.prefix, shared=other.shared)
 
 
 def original_class(cls: type) -> type:
     """A module's class without all that was put over it."""
-    while _MADE_FROM in cls.__dict__:
-        cls = cls.__dict__[_MADE_FROM][1]
+    for made_from in _worn(cls):
+        cls = made_from.cls
     return cls
 
 
-def _worn(cls: type) -> Iterator[tuple[type[ComposableModule], str]]:
-    """Mixins and prefixes, the outermost first."""
-    while _MADE_FROM in cls.__dict__:
-        mixin, cls, prefix = cls.__dict__[_MADE_FROM]
-        yield mixin, prefix
+def _worn(cls: type) -> Iterator[_MadeFrom]:
+    """What was put over a class, the outermost first."""
+    while (made_from := cls.__dict__.get(_MADE_FROM)) is not None:
+        yield made_from
+        cls = made_from.cls
 
 
 def _copy_tables(module: nn.Module, duplicate: nn.Module, memo: dict[Any, Any]) -> None:
     """Gives a copy the registry and states of APIs that put no class on the module; the others do it themselves."""
-    theirs = {mixin.API for mixin, _ in _worn(type(module))}
+    theirs = {made_from.mixin.API for made_from in _worn(type(module))}
     for key in _torch.composable_keys():
         table = module.__dict__.get(key, {})
         others = {entry: value for entry, value in table.items() if getattr(entry, "__name__", entry) not in theirs}

@@ -118,7 +118,7 @@ class DistributedDataParallel(TorchPrivate, Replica, nn.Module):
             buffers=buffers or ("round" if forward_sync else "never"),
             buffers_from=buffers_from,
             reduce=reduce,
-            init_sync=init_sync,
+            init_sync="broadcast" if init_sync else "none",
             init_sync_buffers=init_sync_buffers,
             find_unused_parameters=find_unused_parameters,
             static_graph=static_graph,
@@ -229,7 +229,7 @@ class DistributedDataParallel(TorchPrivate, Replica, nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Loaded from a file: over the default group, without communication."""
-        options = dataclasses.replace(state.pop("_saved_options"), init_sync=False)
+        options = dataclasses.replace(state.pop("_saved_options"), init_sync="none")
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._connect(resolve_group(None, self.device_type), options)
 
@@ -237,7 +237,7 @@ class DistributedDataParallel(TorchPrivate, Replica, nn.Module):
         duplicate = type(self).__new__(type(self))
         memo[id(self)] = duplicate
         state = self.__getstate__()
-        options = dataclasses.replace(state.pop("_saved_options"), init_sync=False)
+        options = dataclasses.replace(state.pop("_saved_options"), init_sync="none")
         nn.Module.__setstate__(duplicate, {key: copy.deepcopy(value, memo) for key, value in state.items()})
         duplicate._connect(self.process_group, options)
         return duplicate

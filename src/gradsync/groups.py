@@ -50,8 +50,8 @@ def group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
     return mesh.get_group(mesh_dim=0)
 
 
-def replicated_dimensions(mesh: DeviceMesh | None, dims: Any) -> DeviceMesh:
-    """The part of a mesh that torch's `DataParallelMeshDims` names, several dimensions flattened to one."""
+def replicated_dimensions(mesh: DeviceMesh | None, dims: Any) -> tuple[dist.ProcessGroup, DeviceMesh]:
+    """The part of a mesh that torch's `DataParallelMeshDims` names, and its group: of several dimensions all ranks."""
     if mesh is None:
         raise InvalidOptionError("dp_mesh_dims names dimensions of a mesh: pass mesh too.")
     if _names(dims.shard):
@@ -63,9 +63,8 @@ def replicated_dimensions(mesh: DeviceMesh | None, dims: Any) -> DeviceMesh:
     for name in names:
         if name not in (mesh.mesh_dim_names or ()):
             raise InvalidOptionError(f"Mesh dim name {name!r} not found in mesh.mesh_dim_names {mesh.mesh_dim_names}")
-    if len(names) == 1:
-        return mesh[names[0]]
-    return mesh[tuple(names)]._flatten("_".join(names))
+    part = mesh[tuple(names)]
+    return (part if len(names) == 1 else part._flatten("_".join(names))).get_group(), part
 
 
 def _names(dims: Any) -> list[str]:

@@ -10,6 +10,7 @@ from gradsync.errors import InvalidOptionError
 MIB = 1024 * 1024
 
 Reduce = Literal["mean", "sum"]
+Start = Literal["broadcast", "check", "none"]
 Buffers = Literal["round", "average", "evaluation", "never"]
 
 
@@ -29,8 +30,9 @@ class Options:
     only before the first forward in eval mode, in which then all ranks must take part. "never"."""
     buffers_from: int = 0
     """The rank whose buffers count."""
-    init_sync: bool = True
-    """Whether rank 0's parameters and buffers are broadcast at construction."""
+    init_sync: Start | bool = "broadcast"
+    """At construction: "broadcast" rank 0's parameters and buffers; "check" that all ranks hold the same
+    values, and name what differs; or "none": trust, and do not communicate. True: broadcast, False: check."""
     init_sync_buffers: bool = True
     """Whether the buffers are part of that."""
     find_unused_parameters: bool | None = None
@@ -51,6 +53,9 @@ class Options:
             raise InvalidOptionError(f"bucket_cap_mb_list must hold numbers > 0, not {self.bucket_cap_mb_list}")
         if self.bucket_cap_mb is not None and self.bucket_cap_mb_list:
             raise InvalidOptionError("Cannot specify both bucket_cap_mb and bucket_cap_mb_list; choose one.")
+        if isinstance(self.init_sync, bool):
+            object.__setattr__(self, "init_sync", "broadcast" if self.init_sync else "check")
+        _one_of("init_sync", self.init_sync, get_args(Start))
         _one_of("reduce", self.reduce, get_args(Reduce))
         _one_of("buffers", self.buffers, get_args(Buffers))
 

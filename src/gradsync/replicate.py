@@ -49,6 +49,11 @@ class ReplicateModule(Setters, Replica, nn.Module):
         self._engine.roster.faces.to_registered()
         return super().state_dict(*args, **kwargs)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Also between forward and backward, when the registered parameters are not in the module."""
+        super().zero_grad(set_to_none)
+        self._engine.roster.faces.zero_grad(set_to_none)
+
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Converts and moves what is registered; what computes follows before the next forward."""
         self._engine.roster.faces.to_registered()
@@ -63,7 +68,7 @@ class ReplicateModule(Setters, Replica, nn.Module):
         engine.roster.faces.to_registered()
         duplicate: nn.Module = copy.deepcopy(copy.copy(self), memo)  # a shallow copy is a plain module
         memo[id(self)] = duplicate
-        options = dataclasses.replace(engine.options, init_sync=False)
+        options = dataclasses.replace(engine.options, init_sync="none")
         _attach([duplicate], Engine([duplicate], engine.transport, options, engine.ignored, engine.form))
         return cast(ReplicateModule, duplicate)
 
@@ -118,7 +123,7 @@ def replicate(
         _check(one)
     group, over = _where(modules, mesh, process_group, device_mesh, dp_mesh_dims)
     ignored = _ignored(modules, ignored_modules or (), ignored_params or ())
-    form = _form(over if mesh is not None else None, mp_policy, offload_policy, device)
+    form = _form(over, mp_policy, offload_policy, device)
     if form.mesh is not None:
         for one in modules:
             for name, parameter in one.named_parameters():
@@ -239,21 +244,21 @@ def _where(
     device_mesh: DeviceMesh | None,
     dp_mesh_dims: Any,
 ) -> tuple[dist.ProcessGroup, DeviceMesh | None]:
-    """The group over which to replicate, and the mesh whose group it is."""
+    """The group over which to replicate, and the mesh over which parameters are to be registered."""
     given = [x for x in (mesh, process_group, device_mesh) if x is not None]
     if len(given) > 1:
         raise InvalidOptionError("Cannot specify both process_group and device_mesh arguments, or mesh. Choose one.")
     if dp_mesh_dims is not None:
-        over = replicated_dimensions(mesh, dp_mesh_dims)
-        return group_of_mesh(over), over
+        return replicated_dimensions(mesh, dp_mesh_dims)
     if mesh is not None and mesh.ndim != 1:
         raise InvalidOptionError(
             f"replicate expects a 1D DeviceMesh but got {mesh}. Pass one of its dimensions, as mesh['name'], or "
             "say with dp_mesh_dims which ones to replicate over."
         )
-    over_or_none = mesh if mesh is not None else device_mesh
-    if over_or_none is not None:
-        return group_of_mesh(over_or_none), over_or_none
+    if mesh is not None:
+        return group_of_mesh(mesh), mesh
+    if device_mesh is not None:
+        return group_of_mesh(device_mesh), None
     device_type = next((p.device.type for module in modules for p in module.parameters()), "cpu")
     return resolve_group(process_group, device_type), None
 

@@ -23,6 +23,7 @@ MAY_IMPORT = {
     "hooks": set[str](),
     "engine": {"transport", "guard", "observe", "hooks"},
     "groups": set[str](),
+    "tensor_parallel": set[str](),
     "replica": {"engine", "observe", "contract", "hooks"},
     "replicate_setters": {"engine", "replica"},
     "replicate": {"engine", "contract", "groups", "replica", "replicate_setters", "transport"},

@@ -84,7 +84,7 @@ def trained(front: str, param: str, reduce: str | None, micro: int) -> None:
             assert found.grad is not None
             assert found.grad.dtype is torch.float32
             local = found.grad.full_tensor() if isinstance(found.grad, DTensor) else found.grad
-            torch.testing.assert_close(local, wanted, rtol=tolerance, atol=tolerance, msg=lambda t, n=name: f"{n}: {t}")
+            torch.testing.assert_close(local, wanted, rtol=tolerance, atol=tolerance, msg=f"gradient of {name} differs")
         norm = nn.utils.clip_grad_norm_(module.parameters(), 10.0)
         assert norm > 0
         optimizer.step()

@@ -8,13 +8,15 @@ import sys
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from gradsync.cli.bench_contenders import contender
 from gradsync.cli.bench_models import make_mlp
-from gradsync.cli.report import Reporter, reporting
+from gradsync.cli.report import reporting
 
 MODULE = "gradsync.cli.bench_memory_rank"
 BATCH = 4
@@ -38,21 +40,32 @@ class Job:
         return cls(**json.loads(line))
 
 
-def train(job: Job, report: Reporter) -> None:
-    """Reports the peak of the beginning, in which buckets are made, and that of the steps after it."""
+class Peaks(NamedTuple):
+    """In MiB."""
+
+    start: float  # construction and first steps, in which buckets are made
+    steady: float  # the steps after them
+    parameters: int
+
+
+def weigh(job: Job) -> Peaks:
+    """Trains for a while, twice."""
     forget_peak()
     module = contender(job.contender).wrap(make_mlp(job.width, job.layers))
     optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
-    peaks = []
-    for _ in range(2):
-        for _ in range(job.steps):
-            optimizer.zero_grad(set_to_none=True)
-            module(torch.ones(BATCH, job.width)).sum().backward()
-            optimizer.step()
-        peaks.append(peak_bytes() / MIB)
-        forget_peak()
-    parameters = sum(p.numel() for p in module.parameters())
-    report.send("peak", parameters=parameters, start=peaks[0], steady=peaks[1])
+    start, steady = (train(module, optimizer, job) for _ in range(2))
+    return Peaks(start, steady, sum(p.numel() for p in module.parameters()))
+
+
+def train(module: nn.Module, optimizer: torch.optim.Optimizer, job: Job) -> float:
+    """Returns the peak in MiB, and forgets it."""
+    for _ in range(job.steps):
+        optimizer.zero_grad(set_to_none=True)
+        module(torch.ones(BATCH, job.width)).sum().backward()
+        optimizer.step()
+    peak = peak_bytes() / MIB
+    forget_peak()
+    return peak
 
 
 def forget_peak() -> None:
@@ -77,7 +90,7 @@ def main() -> None:
         job = Job.from_json(sys.argv[1])
         torch.set_num_threads(1)
         dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-        train(job, report)
+        report.send("peak", **weigh(job)._asdict())
         dist.destroy_process_group()
 
 

@@ -21,15 +21,15 @@ TICKS = [1, 2, 3, 5, 7, 10, 15, 20, 30, 50, 70, 100, 200, 300, 500, 1000]
 def draw(result: Result, path: Path) -> None:
     """Without pyplot: no global state, no window, whatever backend the user has set."""
     groups = sorted({cost.ranks for cost in result.costs})
-    figure = Figure(figsize=(4.6 * len(groups) + 1.4, 4.8), dpi=150, layout="constrained")
+    figure = Figure(figsize=(4.2 * len(groups) + 1.2, 4.9), dpi=150, layout="constrained")
     panels = figure.subplots(1, len(groups), sharey=True, squeeze=False)[0]
     for axes, ranks in zip(panels, groups, strict=True):
         _draw_ranks(axes, [cost for cost in result.costs if cost.ranks == ranks and cost.contender != PLAIN.key])
         axes.set_title(count(ranks, "rank"), loc="left", color=INK, fontsize=11, pad=8)
     _style_height(panels[0], result)
-    panels[0].set_ylabel("µs of the host for each parameter", color=QUIET)
+    panels[0].set_ylabel("µs per parameter, above no communication", color=QUIET)
     figure.suptitle(
-        "What keeping replicas in step costs the host, above no communication",
+        "Host time to keep replicas in step, for each parameter (lower is better)",
         x=0.012,
         ha="left",
         color=INK,
@@ -73,7 +73,7 @@ def _style(axes: Any, parameters: list[int]) -> None:
 def _style_height(axes: Any, result: Result) -> None:
     """Round numbers as ticks, more of them than the powers of ten."""
     values = [cost.us_per_parameter for cost in result.costs if cost.us_per_parameter > 0]
-    low, high = min(values, default=1) * 0.8, max(values, default=10) * 1.25
+    low, high = min(values, default=1) * 0.75, max(values, default=10) * 1.15
     axes.set_ylim(low, high)
     axes.yaxis.set_major_locator(FixedLocator([tick for tick in TICKS if low <= tick <= high]))
     axes.yaxis.set_minor_locator(NullLocator())

@@ -103,9 +103,13 @@ def _cost(ranks: int, parameters: int, contender: str, rounds: Sequence[Times]) 
         host_ms=host,
         clock_overhead_ms=over_clock,
         host_overhead_ms=over_host,
-        clock_ratio_to_best=over_clock / best_clock,
-        host_ratio_to_best=over_host / best_host,
+        clock_ratio_to_best=_ratio(over_clock, best_clock),
+        host_ratio_to_best=_ratio(over_host, best_host),
     )
+
+
+def _ratio(value: float, to: float) -> float:
+    return value / to if to else math.nan
 
 
 def _overhead(contender: str, rounds: Sequence[Times]) -> tuple[float, float]:

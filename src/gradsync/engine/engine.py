@@ -25,7 +25,7 @@ from gradsync.engine.roster import Roster
 from gradsync.errors import HookError, InvalidOptionError, RosterChangedError
 from gradsync.events import Event, Recorder
 from gradsync.guard import unsynchronised
-from gradsync.guard.start import check_module, check_same_model, list_differences
+from gradsync.guard.start import check_module, check_same_model, check_same_values, list_differences
 from gradsync.hooks.comm_hook import Hook, check_hook, name_of
 from gradsync.observe.statistics import Statistics
 from gradsync.options import Options
@@ -166,11 +166,14 @@ class Engine:
 
     def _start(self) -> None:
         """All ranks begin with rank 0's values, after it is certain that they hold the same model."""
-        if not self.options.init_sync:
+        if self.options.init_sync == "none":
             return
         parameters = {entry.name: _torch.local(entry.parameter) for entry in self.roster.entries}
         buffers = dict(self.buffers.named())
         self._serial = check_same_model(parameters, buffers, self.transport, self._serial)
+        if self.options.init_sync == "check":
+            check_same_values({**parameters, **buffers}, self.transport)
+            return
         self.transport.broadcast([p.detach() for p in parameters.values()], source=0)
         if self.options.init_sync_buffers:
             self.transport.broadcast(list(buffers.values()), source=0)

@@ -83,6 +83,14 @@ class Face:
             earlier = self._earlier()
             self._give(exact if earlier is None else earlier.add_(exact))
 
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Throws away what is new and what an earlier round left."""
+        self.compute.grad = self._accumulated = None
+        if set_to_none:
+            self.registered.grad = None
+        elif self.registered.grad is not None:
+            self.registered.grad.zero_()
+
     @property
     def _folds(self) -> bool:
         """Whether what an earlier round left in `.grad` travels along with what is new.
@@ -146,6 +154,10 @@ class Faces:
         for face in self._faces:
             face.show(face.registered)
         self.computing = False
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        for face in self._faces:
+            face.zero_grad(set_to_none)
 
     def collect(self) -> None:
         """After a backward without synchronisation: gradients go where `zero_grad` finds them."""

@@ -210,7 +210,7 @@ class Reducer:
             task = _torch.current_graph_task()
             if task == self._not_a_round:
                 return None
-            if self.at_open is not None and not self.at_open(passed_output):
+            if (self.at_open is not None and not self.at_open(passed_output)) or not self.parameters:
                 self._not_a_round = task
                 return None
             self._round = Round(self.rounds, time.perf_counter(), self._count_missing())

@@ -15,13 +15,16 @@ def fingerprint(module: nn.Module) -> str:
 
     Local, without communication: compare the results of several ranks, or of two runs.
     """
-    digest = hashlib.sha256()
+    whole = hashlib.sha256()
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        digest.update(f"{name} {list(tensor.shape)} {tensor.dtype}\n".encode())
-        digest.update(_memory(tensor))
-    return digest.hexdigest()
+        whole.update(f"{name} {digest(tensor)}\n".encode())
+    return whole.hexdigest()
 
 
-def _memory(tensor: Tensor) -> bytes:
+def digest(tensor: Tensor) -> str:
+    """Hex digest over shape, dtype and all bytes of this rank's tensor."""
     values = _torch.local(tensor).detach().cpu().contiguous()
-    return ctypes.string_at(values.data_ptr(), values.nbytes) if values.nbytes else b""
+    found = hashlib.sha256(f"{list(values.shape)} {values.dtype}\n".encode())
+    if values.nbytes:
+        found.update(ctypes.string_at(values.data_ptr(), values.nbytes))
+    return found.hexdigest()

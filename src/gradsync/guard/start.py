@@ -7,7 +7,8 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
-from gradsync.errors import ModelMismatchError, UnsuitableModuleError
+from gradsync.errors import ModelMismatchError, ReplicaDivergedError, UnsuitableModuleError
+from gradsync.guard.fingerprint import digest
 from gradsync.transport.base import Transport
 
 _SHOWN = 5  # differences listed in an error
@@ -51,6 +52,20 @@ def check_same_model(
         return rows[0][1]
     described = transport.gather_text("\n".join(mine))
     raise ModelMismatchError(_differences([text.split("\n") for text in described], transport.rank))
+
+
+def check_same_values(tensors: Mapping[str, Tensor], transport: Transport) -> None:
+    """Compares all values over all ranks, to the last bit, by a digest of each tensor."""
+    mine = {name: int(digest(tensor)[:14], 16) for name, tensor in tensors.items()}
+    rows = transport.gather(list(mine.values()))
+    differing = [name for at, name in enumerate(mine) if len({row[at] for row in rows}) > 1]
+    if differing:
+        more = f" and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
+        raise ReplicaDivergedError(
+            f"rank {transport.rank}: init_sync=False, but the ranks begin with different values of "
+            f"{', '.join(map(repr, differing[:_SHOWN]))}{more}. Seed all ranks alike, load the same checkpoint, or "
+            "leave init_sync out to broadcast rank 0's values."
+        )
 
 
 def _describe(parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> list[str]:
