@@ -1,26 +1,52 @@
 """gradsync keeps the replicas of a PyTorch module in step."""
 
-from gradsync import errors
+from typing import TYPE_CHECKING, Any
+
+from gradsync import contract, errors, tensor_parallel
 from gradsync._version import __version__
+from gradsync.checkpoint import checkpoint
 from gradsync.ddp import DistributedDataParallel
 from gradsync.guard.fingerprint import fingerprint
 from gradsync.guard.unsynchronised import allow_unsynchronised_steps
 from gradsync.observe.statistics import Statistics
 from gradsync.options import Options
-from gradsync.replica import statistics
+from gradsync.replica import overlap_optimizer, statistics, uneven
 from gradsync.replicate import ReplicateModule, register_forward_method, replicate, unreplicate
 
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+_POLICIES = ("CPUOffloadPolicy", "MixedPrecisionPolicy", "OffloadPolicy")
+
+
+def __getattr__(name: str) -> Any:
+    """torch's policies under our name, imported when they are asked for: their package takes a second."""
+    if name in _POLICIES:
+        from torch.distributed import fsdp
+
+        return getattr(fsdp, name)
+    raise AttributeError(f"module 'gradsync' has no attribute {name!r}")
+
+
 __all__ = [
+    "CPUOffloadPolicy",
     "DistributedDataParallel",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
     "Options",
     "ReplicateModule",
     "Statistics",
     "__version__",
     "allow_unsynchronised_steps",
+    "checkpoint",
+    "contract",
     "errors",
     "fingerprint",
+    "overlap_optimizer",
     "register_forward_method",
     "replicate",
     "statistics",
+    "tensor_parallel",
+    "uneven",
     "unreplicate",
 ]

@@ -22,6 +22,8 @@ from torch.distributed.utils import _apply_to_tensors, _to_kwargs
 from gradsync.errors import InvalidOptionError
 
 NO_GRAPH_TASK = -1
+Future = torch._C.Future
+"""What c10d's works give; `torch.futures.Future` derives from it."""
 
 
 def current_graph_task() -> int:
@@ -150,6 +152,34 @@ def accelerator() -> str:
 def to_kwargs(inputs: Any, kwargs: Any, device: torch.device) -> Any:
     """Positional and keyword inputs with their tensors on `device`, each in a tuple of one."""
     return _to_kwargs(inputs, kwargs, device, use_side_stream_for_tensor_copies=True)
+
+
+def in_backward_optimizers(parameter: Tensor) -> list[Any]:
+    """What `torch.distributed.optim._apply_optimizer_in_backward` has put on a parameter."""
+    return getattr(parameter, "_in_backward_optimizers", [])
+
+
+def remove_in_backward_hooks(parameter: Tensor) -> None:
+    """Takes the hooks off that would step in backward by themselves (2.13: kept in a table of that module)."""
+    from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
+
+    for handle in param_to_optim_hook_handle_map.get(parameter, []):
+        handle.remove()
+
+
+def overlapped_optimizer(kind: type, parameters: Any, *args: Any, **kwargs: Any) -> Any:
+    """torch's functional optimizer for a communication hook, behind `_register_fused_optim`."""
+    from torch.distributed.algorithms._optimizer_overlap.optimizer_overlap import _as_overlapped_optim
+
+    return _as_overlapped_optim(kind, parameters, *args, **kwargs)
+
+
+def builtin_hook(kind: Any) -> Any:
+    """The Python hook that does what one of torch's built-in hooks does in C++."""
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    names = {"ALLREDUCE": "allreduce_hook", "FP16_COMPRESS": "fp16_compress_hook"}
+    return getattr(default_hooks, names[str(kind).split(".")[-1]])
 
 
 def composable_keys() -> tuple[str, str]:

@@ -16,12 +16,14 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import scatter_gather
 
 from gradsync import _torch, contract
 from gradsync.ddp_private import TorchPrivate, _MixedPrecision
 from gradsync.engine.engine import Engine
+from gradsync.engine.uneven import ShadowHook, announce_round
 from gradsync.errors import InvalidOptionError, UnsuitableModuleError
 from gradsync.groups import group_of_mesh, resolve_group
 from gradsync.options import Buffers, Options, Reduce
@@ -31,7 +33,7 @@ from gradsync.transport.process_group import ProcessGroupTransport
 PREFIX = "module."
 
 
-class DistributedDataParallel(TorchPrivate, Replica, nn.Module):
+class DistributedDataParallel(TorchPrivate, Replica, nn.Module, Joinable):
     """Wraps a module whose replicas are kept in step; `state_dict` keys get the prefix `module.`.
 
     All arguments of torch's class have their meaning here. Some are not needed any more:
@@ -77,6 +79,7 @@ class DistributedDataParallel(TorchPrivate, Replica, nn.Module):
         buffers_from: int = 0,
     ) -> None:
         super().__init__()
+        Joinable.__init__(self)
         if process_group is not None and device_mesh is not None:
             raise InvalidOptionError(
                 "Cannot specify both process_group and device_mesh arguments. Pass the one whose ranks you mean."
@@ -149,6 +152,7 @@ class DistributedDataParallel(TorchPrivate, Replica, nn.Module):
         engine = self._engine
         with self._errors_noted():
             engine.before_forward()
+            self._tell_joined_ranks()
         if self.device_ids:
             moved_inputs, moved_kwargs = self.to_kwargs(inputs, kwargs, self.device_ids[0])
             inputs, kwargs = moved_inputs[0], moved_kwargs[0]
@@ -160,6 +164,43 @@ class DistributedDataParallel(TorchPrivate, Replica, nn.Module):
             DistributedDataParallel._active_ddp_module = before
         engine.after_forward(output)
         return output
+
+    # --- uneven inputs -----------------------------------------------------------------------------
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """A context in which ranks may have different numbers of inputs; see `gradsync.uneven` for a simpler way.
+
+        Ranks without inputs shadow the others' rounds. Gradients are divided by the number of all ranks, or, with
+        `divide_by_initial_world_size=False`, of those that still have inputs.
+        """
+        return Join(
+            [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
+        )
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        return ShadowHook(self._engine, kwargs.get("divide_by_initial_world_size", True))
+
+    @property
+    def join_device(self) -> torch.device:
+        return self.device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        return self.process_group
+
+    def _tell_joined_ranks(self) -> None:
+        work = Join.notify_join_context(self)
+        if work is not None:
+            work.wait()
+        if self._join_config.enable:
+            announce_round(self._engine, self.require_backward_grad_sync)
+
+    # --- flags -------------------------------------------------------------------------------------
 
     @property
     def require_backward_grad_sync(self) -> bool:

@@ -72,6 +72,7 @@ def configuration(ddp: DistributedDataParallel) -> dict[str, Any]:
         "find_unused_parameters": int(ddp.find_unused_parameters),
         "gradient_as_bucket_view": int(ddp.gradient_as_bucket_view),
         "static_graph": int(ddp.static_graph),
+        "join_uneven_inputs": int(engine.statistics.joined),
         "bucket_cap_bytes": ddp.bucket_bytes_cap,
         "dtypes": ", ".join(sorted({_c_name(spec.dtype) for spec in reducer.specs})),
         "num_parameter_tensors": len(reducer.specs),
@@ -79,6 +80,8 @@ def configuration(ddp: DistributedDataParallel) -> dict[str, Any]:
         "bucket_sizes": _sizes(make_plan(reducer.specs, (), engine.options.bucket_caps)),
         "has_rebuilt_buckets": int(reducer.plan is not None and (ddp.static_graph or not ddp.find_unused_parameters)),
     }
+    if engine.statistics.hook:
+        data["comm_hook"] = engine.statistics.hook
     return data | _plan(reducer.plan) | _environment(data["backend_name"])
 
 

@@ -15,12 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from gradsync import _torch
 from gradsync.ddp_logging import RuntimeLog, configuration
 from gradsync.engine.buffers import BufferHook, BufferHookLocation
 from gradsync.engine.engine import Engine
 from gradsync.engine.form import Form
 from gradsync.errors import InvalidOptionError, UnfinishedRoundError
 from gradsync.options import MIB, Options
+from gradsync.transport.process_group import ProcessGroupTransport
 
 if TYPE_CHECKING:
     from gradsync.ddp import DistributedDataParallel
@@ -49,6 +51,24 @@ class _MixedPrecision:
             for name, buffer in module.named_buffers():
                 if buffer.is_floating_point() and name not in ignored:
                     buffer.data = buffer.to(self.buffer_dtype)
+
+
+class ReducerView:
+    """What pipelines and tests ask torch's reducer."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def prepare_for_backward(self, outputs: object) -> None:
+        """Nothing to prepare: hooks are armed from construction on."""
+
+    def _rebuild_buckets(self) -> bool:
+        """Whether there are new buckets: they are laid out once, at the end of the first round."""
+        return False
+
+    def _ddp_graph_static(self) -> bool:
+        """Whether all rounds so far used the same parameters on this rank."""
+        return len(self._engine.statistics.used) <= 1
 
 
 class TorchPrivate:
@@ -100,6 +120,10 @@ class TorchPrivate:
             if not hasattr(parameter, "_ddp_ignored"):
                 yield (name, parameter) if named_params else parameter
 
+    def register_comm_hook(self, state: object, hook: Any) -> None:
+        with self._errors_noted():
+            self._engine.register_comm_hook(state, hook)
+
     def _register_buffer_comm_hook(
         self,
         state: object,
@@ -117,6 +141,33 @@ class TorchPrivate:
         """Broadcasts the buffers, or those given, from one rank."""
         tensors = list(bufs) if bufs is not None else [buffer for _, buffer in self._engine.buffers.named()]
         self._engine.transport.broadcast(tensors, authoritative_rank)
+
+    @property
+    def reducer(self) -> ReducerView:
+        """A few methods of torch's reducer, for those who look."""
+        return ReducerView(self._engine)
+
+    # --- communication -----------------------------------------------------------------------------
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        self._engine.register_comm_hook(None, _torch.builtin_hook(comm_hook_type))
+        self._engine.statistics.hook = str(comm_hook_type)
+
+    def _register_fused_optim(self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any) -> None:
+        """An optimizer that steps in a communication hook; `gradsync.overlap_optimizer` is the public way."""
+        _torch.overlapped_optimizer(optim, optim_params, *args, **kwargs).register_ddp(self)
+
+    def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
+        """Between rounds: goes on over another group. A rank that is not in it keeps the one it has."""
+        if dist.get_rank(new_process_group) < 0:
+            return
+        self.process_group = new_process_group
+        self._engine.change_transport(ProcessGroupTransport(new_process_group))
+
+    @property
+    def _authoritative_rank(self) -> int:
+        """Whose model all ranks took over at the end of a `join`."""
+        return self._engine.final_source
 
     # --- the graph ---------------------------------------------------------------------------------
 
@@ -163,6 +214,9 @@ class TorchPrivate:
         reducer = self._engine.reducer
         names = {id(p): spec.name for p, spec in zip(reducer.parameters, reducer.specs, strict=True)}
         unknown = [index for index, p in enumerate(parameters) if id(p) not in names]
+        if len(parameters) < len(names):
+            missing = sorted(set(names.values()) - {names.get(id(p), "") for p in parameters})
+            raise InvalidOptionError(f"Param with name {', '.join(missing)} is managed here, but not in the list.")
         if unknown:
             raise InvalidOptionError(
                 f"Expected param to name mapping to have an entry for each parameter, but those at index {unknown} "

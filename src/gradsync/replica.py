@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
 
 from torch import nn
+from torch.optim import Optimizer
 
 from gradsync import contract
 from gradsync.engine.engine import Engine
+from gradsync.engine.uneven import uneven as _uneven
 from gradsync.hooks.comm_hook import Hook
+from gradsync.hooks.optimizer_overlap import make_stepper
 from gradsync.observe.statistics import Statistics
 
 API = "replicate"
+T = TypeVar("T")
 
 
 class Replica:
@@ -77,6 +82,30 @@ def _find_engine(module: nn.Module) -> Engine | None:
         if candidate is not None and isinstance(engine := contract.state_of(candidate, API), Engine):
             return engine
     return None
+
+
+def overlap_optimizer(
+    module: nn.Module, optimizer: Any, *, clip_value: float | None = None, free_gradients: bool = False
+) -> Optimizer:
+    """Steps `optimizer` during backward: each bucket's parameters as soon as their gradients are reduced.
+
+    `optimizer` is one, or a function that makes one of a list of parameters. Leave out your own `step()`;
+    learning-rate schedules, parameter groups, `no_sync` and accumulation work as ever. `clip_value` clips each
+    gradient by value before the step. `free_gradients` drops each gradient after it. Returns the optimizer.
+    """
+    engine = engine_of(module)
+    stepper = make_stepper(optimizer, engine.reducer.parameters, clip_value, free_gradients)
+    engine.overlap_optimizer(stepper)
+    return stepper.optimizer
+
+
+def uneven(loader: Iterable[T], module: nn.Module) -> Iterator[T]:
+    """`for batch in gradsync.uneven(loader, module)`: ranks may have different numbers of batches.
+
+    A rank that has run out takes part in the others' rounds with weight 0, so that the gradient is the mean over
+    the ranks that still have data; all ranks leave the loop together, with the same model.
+    """
+    return _uneven(engine_of(module), loader)
 
 
 def statistics(module: nn.Module) -> Statistics:

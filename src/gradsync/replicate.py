@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import copy
-import copyreg
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from gradsync import _torch, contract
-from gradsync.engine.engine import Engine
+from gradsync.engine.engine import Engine, owner_of
 from gradsync.engine.form import Form, check_replicated
 from gradsync.errors import InvalidOptionError, UnsuitableModuleError
 from gradsync.groups import group_of_mesh, replicated_dimensions, resolve_group
 from gradsync.options import Options
-from gradsync.replica import API, Replica, engine_of
+from gradsync.replica import API, Replica, engine_of, is_replicated
 from gradsync.replicate_setters import Setters
 from gradsync.transport.process_group import ProcessGroupTransport
 
@@ -30,17 +28,18 @@ M = TypeVar("M", nn.Module, list[nn.Module])
 Method = Callable[..., Any]
 
 
-class ReplicateModule(Setters, Replica, nn.Module):
+class ReplicateModule(Setters, Replica, contract.ComposableModule, nn.Module):
     """What a replicated module can do besides what its own class can.
 
     No hook is put on the module: `__call__` of this class surrounds the original one. So copies,
     pickles and the order of the user's own hooks are as if it were not there.
     """
 
+    API = API
+
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Whoever makes another one of this class, as slicing a container does, gets a plain one."""
-        original = cls.__bases__[1]
-        return original(*args, **kwargs)
+        return contract.original_class(cls)(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return _surrounded(self._engine, super().__call__, args, kwargs)
@@ -59,27 +58,20 @@ class ReplicateModule(Setters, Replica, nn.Module):
         self._engine.roster.faces.to_registered()
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ReplicateModule:
-        """A working replica of its own, in step over the same group, without communicating.
+    def _apply_to(self, duplicate: nn.Module) -> None:
+        """Makes a copy a working replica of its own, in step over the same group, without communicating.
 
         Good for an exponential moving average, and a copy that is trained on is not trained alone.
         """
+        super()._apply_to(duplicate)
         engine = self._engine
-        engine.roster.faces.to_registered()
-        duplicate: nn.Module = copy.deepcopy(copy.copy(self), memo)  # a shallow copy is a plain module
-        memo[id(self)] = duplicate
         options = dataclasses.replace(engine.options, init_sync="none")
         _attach([duplicate], Engine([duplicate], engine.transport, options, engine.ignored, engine.form))
-        return cast(ReplicateModule, duplicate)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles as the plain module it was: a saved model loads anywhere, without gradsync."""
+        """What is registered is copied and pickled."""
         self._engine.roster.faces.to_registered()
-        original = _original_class(self)
-        state = super().__getstate__()  # type: ignore[no-untyped-call]
-        if isinstance(state, dict):
-            state = {key: value for key, value in state.items() if key not in _torch.composable_keys()}
-        return copyreg._reconstructor, (original, object, None), state  # type: ignore[attr-defined]
+        return super().__reduce_ex__(protocol)
 
 
 def replicate(
@@ -128,6 +120,7 @@ def replicate(
         for one in modules:
             for name, parameter in one.named_parameters():
                 check_replicated(name, parameter, form.mesh)
+    _check_unowned(modules, ignored)
     engine = Engine(modules, ProcessGroupTransport(group), checked, ignored, form)
     engine.input_device = device if device is not None and device.type != "cpu" else None
     _attach(modules, engine)
@@ -144,7 +137,7 @@ def unreplicate(module: M) -> M:
     engine.disarm()
     for one in engine.modules:
         contract.withdraw(one, API)
-        one.__class__ = _original_class(one)
+        contract.take_off(one, ReplicateModule)
     return module
 
 
@@ -177,12 +170,7 @@ def _surrounded(engine: Engine, forward: Method, args: Any, kwargs: Any) -> Any:
 def _attach(modules: Sequence[nn.Module], engine: Engine) -> None:
     for module in modules:
         contract.enrol(module, API, engine)
-        cls = type(module)
-        module.__class__ = type(f"Replicate{cls.__name__}", (ReplicateModule, cls), {"__module__": cls.__module__})
-
-
-def _original_class(module: nn.Module) -> type[nn.Module]:
-    return cast("type[nn.Module]", type(module).__bases__[1])
+        contract.put_on(module, ReplicateModule, "Replicate", shared=False)
 
 
 # --- arguments -------------------------------------------------------------------------------------------
@@ -282,6 +270,18 @@ def _ignored(
             if id(tensor) in left_out:
                 names.add(prefix + name)
     return frozenset(names)
+
+
+def _check_unowned(modules: Sequence[nn.Module], ignored: frozenset[str]) -> None:
+    """An ancestor that was replicated first has these parameters, and would lose them unnoticed."""
+    for module in modules:
+        for name, parameter in module.named_parameters():
+            owner = owner_of(parameter)
+            if name not in ignored and owner is not None and is_replicated(owner.module):
+                raise InvalidOptionError(
+                    f"parameter '{name}' belongs to {type(owner.module).__name__}, which was replicated before. "
+                    "Replicate inner modules first, then the outer one, which leaves theirs alone."
+                )
 
 
 def _form(mesh: DeviceMesh | None, mp_policy: Any, offload_policy: Any, device: torch.device | None) -> Form:

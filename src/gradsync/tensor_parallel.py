@@ -31,7 +31,7 @@ class _Layout:
 
 
 # Beside the parameters, never on them.
-_layouts: MutableMapping[nn.Parameter, _Layout] = WeakTensorKeyDictionary()  # type: ignore[assignment]
+_layouts: MutableMapping[nn.Parameter, _Layout] = WeakTensorKeyDictionary()
 
 
 def find_parameter(module: nn.Module, path: str) -> tuple[nn.Module, str]:

@@ -19,6 +19,7 @@ MAY_IMPORT = {
     "transport": set[str](),
     "observe": set[str](),
     "contract": set[str](),
+    "checkpoint": {"contract"},
     "guard": {"transport"},
     "hooks": set[str](),
     "engine": {"transport", "guard", "observe", "hooks"},
@@ -27,7 +28,7 @@ MAY_IMPORT = {
     "replica": {"engine", "observe", "contract", "hooks"},
     "replicate_setters": {"engine", "replica"},
     "replicate": {"engine", "contract", "groups", "replica", "replicate_setters", "transport"},
-    "ddp_private": {"engine", "ddp_logging", "ddp"},  # the last for annotations only
+    "ddp_private": {"engine", "ddp_logging", "transport", "ddp"},  # the last for annotations only
     "ddp_logging": {"engine", "ddp"},
     "ddp": {"engine", "contract", "groups", "replica", "transport", "ddp_private"},
     "cli": {"gradsync"},
@@ -36,17 +37,25 @@ MAY_IMPORT = {
 # `plan.py` and the transports know nothing of what is above them; see also MAY_IMPORT.
 PURE = {"engine/plan.py": {"torch", "math", "collections", "dataclasses", "__future__"}}
 PUBLIC = {
+    "CPUOffloadPolicy",
     "DistributedDataParallel",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
     "Options",
     "ReplicateModule",
     "Statistics",
     "__version__",
     "allow_unsynchronised_steps",
+    "checkpoint",
+    "contract",
     "errors",
     "fingerprint",
+    "overlap_optimizer",
     "register_forward_method",
     "replicate",
     "statistics",
+    "tensor_parallel",
+    "uneven",
     "unreplicate",
 }
 

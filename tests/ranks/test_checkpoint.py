@@ -463,9 +463,10 @@ class Counting(nn.Module):
 def test_buffers_are_as_after_one_forward(early: bool) -> None:
     def norms() -> nn.Module:
         torch.manual_seed(0)
-        return nn.Sequential(
-            nn.Linear(6, 6), nn.BatchNorm1d(4), Counting(), nn.InstanceNorm1d(4, track_running_stats=True), nn.Tanh()
-        )
+        uncounted = nn.BatchNorm1d(4)
+        uncounted.num_batches_tracked = None
+        instances = nn.InstanceNorm1d(4, track_running_stats=True)
+        return nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(4), Counting(), instances, uncounted, nn.Tanh())
 
     plain, module = both(norms)
     checkpoint(module, early_stop=early)
@@ -474,7 +475,9 @@ def test_buffers_are_as_after_one_forward(early: bool) -> None:
         x = torch.randn(5, 4, 6)
         for which in (plain, module):
             pair = [which(x + 1), which(x * 3)]  # two forwards before one backward
+            objects = list(which.buffers())
             sum(output.square().sum() for output in pair).backward()
+            assert all(a is b for a, b in zip(objects, which.buffers(), strict=True))
     for (name, found), expected in zip(module.named_buffers(), plain.buffers(), strict=True):
         assert torch.equal(found, expected), name
     assert module[2].written == 6
@@ -669,6 +672,35 @@ def with_buffers(name: str) -> None:
 @pytest.mark.parametrize("name", ["checkpoint, then replicate", "replicate, then checkpoint"])
 def test_buffers_of_replicas(ranks: Ranks, name: str) -> None:
     ranks(with_buffers, 2, name)
+
+
+def in_another_form(kind: str) -> None:
+    """On a rank: parameters that compute as something else than they are registered as do so again in backward."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    policy = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
+    options: dict[str, Any] = policy if kind == "precision" else {"mesh": init_device_mesh("cpu", (2,))}
+    gradients = []
+    for where in ("nowhere", "inside", "around", "after"):
+        module: Any = stack()
+        if where in ("inside", "around"):
+            checkpoint(module if where == "around" else module[0])
+        gradsync.replicate(module, **options)
+        if where == "after":
+            checkpoint(module)
+        for number in range(2):
+            module(batches(number)[dist.get_rank()]).float().square().mean().backward()
+        gradients.append([getattr(p.grad, "_local_tensor", p.grad) for p in module.parameters()])
+        assert module[0].forwards == (2 if where == "nowhere" else 4)
+    for found in gradients[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found, gradients[0], strict=True))
+
+
+@pytest.mark.filterwarnings("ignore")  # DTensor's own
+@pytest.mark.parametrize("kind", ["precision", "mesh"])
+def test_parameters_in_another_form(ranks: Ranks, kind: str) -> None:
+    ranks(in_another_form, 2, kind, limit=60)
 
 
 def hooks_counted() -> None:

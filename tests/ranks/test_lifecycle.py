@@ -195,6 +195,20 @@ def test_nothing_keeps_an_engine_alive(ranks: Ranks) -> None:
     ranks(let_go, 2)
 
 
+def replicated_again(front: str) -> None:
+    module = model()
+    older = make("ddp", module)
+    newer = make(front, module)
+    for replica in (newer, older, older, newer):  # whose forward ran last has the parameters
+        train(replica, module, steps=2)
+        assert same_on_all_ranks(module)
+
+
+@FRONTS
+def test_two_replicas_of_one_module_take_turns(ranks: Ranks, front: str) -> None:
+    ranks(replicated_again, 2, front)
+
+
 def buffers_in_step(front: str, mode: str) -> list[list[float]]:
     replica = make(front, model(), buffers=mode, buffers_from=1 if mode == "round" else 0)
     seen = []

@@ -91,7 +91,7 @@ def trained(front: str, param: str, reduce: str | None, micro: int) -> None:
         optimizer.zero_grad()
         with torch.no_grad():
             for parameter, gradient in zip(plain.parameters(), expected, strict=True):
-                parameter -= 0.1 * gradient
+                parameter.sub_(0.1 * gradient)
         replicas: list[Any] = [None] * 2
         dist.all_gather_object(replicas, gradsync.fingerprint(module))
         assert len(set(replicas)) == 1

@@ -137,6 +137,9 @@ def refused() -> None:
         gradsync.replicate(linear, colour="red")
     with pytest.raises(ValueError, match="Choose one"):
         gradsync.replicate(linear, mesh=mesh["a"], process_group=dist.group.WORLD)
+    inside: Any = gradsync.replicate(nn.Sequential(nn.Linear(2, 2)))
+    with pytest.raises(ValueError, match=r"'weight' belongs to ReplicateSequential.*Replicate inner modules first"):
+        gradsync.replicate(inside[0])
     with pytest.raises(ValueError, match="empty list"):
         gradsync.replicate([])
     assert not contract.registry(linear)  # nothing of all this was left behind

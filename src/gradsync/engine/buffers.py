@@ -39,10 +39,12 @@ class Buffers:
     ) -> None:
         self._modules = modules
         self._training = modules[0]  # whose mode counts
-        self._transport = transport
+        self.transport = transport
         self._options = options
         self._ignored = ignored
         self._hook: tuple[object, BufferHook, BufferHookLocation] | None = None
+        self.joined: bool | None = None
+        """In a `Join` context: whether this rank has run out of data. Its buffers don't count then."""
         self._stale = False  # a round closed since the last exchange before evaluation
 
     def named(self) -> list[tuple[str, Tensor]]:
@@ -80,20 +82,28 @@ class Buffers:
 
     def take_over(self) -> None:
         """Overwrites this rank's buffers with those of the source rank, rank 0 unless chosen otherwise."""
-        self._transport.broadcast([buffer for _, buffer in self.named()], self._options.buffers_from)
+        buffers = [buffer for _, buffer in self.named()]
+        if buffers:
+            self.transport.broadcast(buffers, self._source())
+
+    def _source(self) -> int:
+        if self.joined is None:
+            return self._options.buffers_from
+        going_on = [rank for rank, (joined,) in enumerate(self.transport.gather([int(self.joined)])) if not joined]
+        return going_on[0] if going_on else self._options.buffers_from
 
     def _average(self) -> None:
         """Floating buffers become their mean; counters and the like are taken over from the source rank."""
         named = self.named()
         rest = [buffer for _, buffer in named if not buffer.is_floating_point()]
-        self._transport.broadcast(rest, self._options.buffers_from)
+        self.transport.broadcast(rest, self._options.buffers_from)
         by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for _, buffer in named:
             if buffer.is_floating_point() and buffer.numel():
                 by_kind.setdefault((buffer.dtype, buffer.device), []).append(buffer)
         for group in by_kind.values():
             flat = torch.cat([buffer.detach().reshape(-1) for buffer in group])
-            self._transport.reduce(flat, 1 / self._transport.size).wait()
+            self.transport.reduce(flat, 1 / self.transport.size).wait()
             for buffer, mean in zip(group, flat.split([b.numel() for b in group]), strict=True):
                 buffer.data.copy_(mean.view(buffer.shape))
 

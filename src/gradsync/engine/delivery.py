@@ -46,6 +46,7 @@ class Delivery:
         """Set: a gradient is the sum over the ranks divided by this, whatever their weights."""
         self.hook: tuple[Hook, object] | None = None
         """A communication hook and its state, which reduce the buckets instead of the transport."""
+        self._latest_hook: Work | None = None
         self.after_reduce: Callable[[Tensor], None] | None = None
         """Called with each bucket's reduced gradients, flat, before they are delivered."""
         self._as_view = options.gradient_as_bucket_view
@@ -91,10 +92,15 @@ class Delivery:
     def _launch_hook(self, bucket: Bucket, number: int, last: bool) -> Work:
         assert self.hook is not None
         hook, state = self.hook
+        if self._latest_hook is not None and bucket.plan.device.type == "cpu":
+            # A hook may start further collectives when its first one is done, from whatever thread that is. Two
+            # such hooks at a time would start them in different orders on different ranks.
+            self._latest_hook.wait()
         parameters = [self._computing[place.index] for place in bucket.plan.places]
         seen = GradBucket(bucket.data, bucket.views, parameters, number, last)
         tail = self._transport.reduce(bucket.tail, self._scale())
-        return comm_hook.launch(hook, state, seen, tail, self._transport.rank)
+        self._latest_hook = comm_hook.launch(hook, state, seen, tail, self._transport.rank)
+        return self._latest_hook
 
     @property
     def gain(self) -> float:
@@ -123,8 +129,8 @@ class Delivery:
 
     # --- and back --------------------------------------------------------------------------------
 
-    def deliver(self, flight: InFlight) -> None:
-        """Gives every parameter of a bucket that has been reduced its gradient."""
+    def deliver(self, flight: InFlight) -> list[bool]:
+        """Gives every parameter of a bucket that has been reduced its gradient; tells who was used by anybody."""
         bucket = flight.bucket
         if self.hook is None:
             self._divide(bucket)
@@ -146,6 +152,7 @@ class Delivery:
         fill(targets, sources)
         for slot, gradient in zip(keepers, targets, strict=True):
             slot.grad = gradient
+        return used
 
     def total_weight(self, bucket: Bucket) -> float:
         """The ranks' scales added up: 1, and not nearly 1, if they only differ from it by rounding."""
@@ -157,6 +164,7 @@ class Delivery:
 
     def end_round(self, total_weight: float) -> None:
         """The next round's weights are measured in units of this one's mean, so that they are near 1."""
+        self._latest_hook = None
         if total_weight > 0:
             self._weight_unit *= total_weight
         self.weight = 1.0

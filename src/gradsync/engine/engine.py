@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from gradsync import _torch
 from gradsync.engine.backward import Backward
@@ -27,11 +29,20 @@ from gradsync.events import Event, Recorder
 from gradsync.guard import unsynchronised
 from gradsync.guard.start import check_module, check_same_model, check_same_values, list_differences
 from gradsync.hooks.comm_hook import Hook, check_hook, name_of
+from gradsync.hooks.optimizer_overlap import Stepper, TorchsInBackward
 from gradsync.observe.statistics import Statistics
 from gradsync.options import Options
 from gradsync.transport.base import Transport
 
 _serials = itertools.count()
+# Which engine has a parameter. Two that reduce the same gradient would take it from each other.
+_owners: MutableMapping[Tensor, weakref.ref[Engine]] = WeakTensorKeyDictionary()
+
+
+def owner_of(parameter: Tensor) -> Engine | None:
+    """The engine that reduces this parameter's gradient, if there is one."""
+    found = _owners.get(parameter)
+    return found() if found is not None else None
 
 
 class Engine:
@@ -61,6 +72,10 @@ class Engine:
         rank may look at gradients alone; should it step on them, the guard speaks up."""
         self.input_device: torch.device | None = None
         """Where inputs are moved to; None: nowhere."""
+        self.counts_ranks = False
+        """Inside `gradsync.uneven`: each round is announced to ranks that may have run out of data."""
+        self.final_source = 0
+        """The rank whose model all took over at the end of a `Join` context."""
         self._serial = next(_serials)
         self._generation = 0
         self._start()
@@ -69,14 +84,23 @@ class Engine:
         self.reducer.recorder = self._record
         self.reducer.at_open = self._round_opens
         self.reducer.at_close = self.buffers.round_closed
+        self._looked_for_optimizers = False
         self._backward = Backward(at_end=self._backward_ended)
+        self._superseded = False
+        self._claim()
         unsynchronised.watch(self.reducer)
 
     # --- a step, as the fronts drive it ----------------------------------------------------------
 
     def before_forward(self) -> None:
+        if self._superseded:  # by another wrapper of the same module; now it is our turn again
+            self._claim()
+            self.reducer.replace(self.roster.managed())
         if _torch.current_graph_task() != _torch.NO_GRAPH_TASK:
             return  # a recomputation inside backward
+        if not self._looked_for_optimizers:  # torch's way to have optimizers in backward comes after wrapping
+            self._looked_for_optimizers = True
+            self.reducer.stepper = self.reducer.stepper or TorchsInBackward.found_on(self.reducer.parameters)
         self.reducer.forward_begins()
         if self.roster.faces:
             self.roster.renew_faces()
@@ -150,6 +174,23 @@ class Engine:
             raise InvalidOptionError(f"a divide factor must be a finite number above 0, but is {factor}")
         self.reducer.divide_by(float(factor))
 
+    def overlap_optimizer(self, stepper: Stepper) -> None:
+        if self.reducer.stepper is not None:
+            raise HookError("an optimizer steps in this module's backward already; there can be one")
+        self.reducer.stepper = stepper
+
+    def change_transport(self, transport: Transport) -> None:
+        """Between rounds: goes on over another group."""
+        self.transport = self.buffers.transport = transport
+        self.reducer.move_to(transport)
+
+    def broadcast_from(self, source: int) -> None:
+        """Parameters and buffers of one rank for all."""
+        parameters = [_torch.local(entry.parameter).detach() for entry in self.roster.entries]
+        self.transport.broadcast(parameters, source)
+        if self.options.buffers != "never":
+            self.transport.broadcast([buffer for _, buffer in self.buffers.named()], source)
+
     def promise_static_graph(self) -> None:
         self.options = self.reducer.options = replace(self.options, static_graph=True)
 
@@ -157,6 +198,17 @@ class Engine:
         """Leaves the module as if it had never been replicated."""
         self.roster.faces.to_registered()
         self.reducer.disarm()
+
+    def _claim(self) -> None:
+        """Takes the managed parameters over from any engine that had them."""
+        self._superseded = False
+        for one in self.roster.managed():
+            before = _owners.get(one.computing)
+            owner = before() if before is not None else None
+            if owner is not None and owner is not self:
+                owner._superseded = True
+                owner.disarm()
+            _owners[one.computing] = weakref.ref(self)
 
     # --- inside ----------------------------------------------------------------------------------
 
@@ -184,6 +236,8 @@ class Engine:
             return False
         if self.roster.changed():
             self._agree_on_change()
+        if self.counts_ranks:
+            self.transport.gather([1])  # ranks without data listen for this, and join in
         return True
 
     def _agree_on_change(self) -> None:
@@ -207,4 +261,5 @@ class Engine:
                 f"ways on different ranks:\n{list_differences(described[0], described[other], f'on rank {other}')}\n"
                 "Make the same change on all ranks."
             )
+        self._claim()
         self.reducer.replace(self.roster.managed())

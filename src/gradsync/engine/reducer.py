@@ -37,6 +37,7 @@ from gradsync.engine.roster import Managed
 from gradsync.errors import UnfinishedRoundError
 from gradsync.events import BucketLaunched, Recorder, RoundClosed
 from gradsync.guard import strict
+from gradsync.hooks.optimizer_overlap import Stepper
 from gradsync.options import Options
 from gradsync.transport.base import Transport
 
@@ -56,10 +57,12 @@ class Round:
     missing: list[int]  # for each bucket, how many parameters have yet to arrive
     launched: list[InFlight] = field(default_factory=list)  # a prefix of the plan
     late: set[int] = field(default_factory=set)
+    delivered: int = 0  # how many of those launched
     first_launch_at: float = 0.0
     reduced_at: float = 0.0
     waited: float = 0.0  # seconds
     overlapped: int = 0
+    shadow: bool = False  # on a rank without data
     corrected: bool = False
 
 
@@ -74,6 +77,8 @@ class Reducer:
         """Asked, with whether an output was passed, before a round opens; False: this backward is none."""
         self.at_close: Callable[[], None] | None = None
         """Called at the end of each round, on all ranks alike: it may communicate."""
+        self.stepper: Stepper | None = None
+        """Steps an optimizer for the parameters of each bucket as soon as it is delivered."""
         self._transport = transport
         self.options = options
         self._round: Round | None = None
@@ -181,6 +186,24 @@ class Reducer:
             self._round = Round(self.rounds, time.perf_counter(), self._count_missing())
             self._close()
 
+    def shadow(self, counted: bool) -> None:
+        """A round on a rank without data: nothing to bring, and no say in the mean unless `counted`."""
+        self.drop_gradients()
+        self.delivery.weight = 1.0 if counted else 0.0
+        self._round = Round(self.rounds, time.perf_counter(), self._count_missing(), shadow=True)
+        self._close()
+
+    def drop_gradients(self) -> None:
+        for slot in self._slots:
+            slot.grad = None
+        self.dirty.clear()
+
+    def move_to(self, transport: Transport) -> None:
+        """Goes on over another group; plans anew."""
+        self.forward_begins()
+        self._transport = transport
+        self.replace(self._managed)
+
     def disarm(self) -> None:
         """Takes the hooks off the parameters."""
         self._arrivals.disarm()
@@ -197,6 +220,12 @@ class Reducer:
         if self._strict and self._arrivals.counts[index] > 1:
             raise strict.ready_twice(self.rank, index, self.specs[index].name)
         if number < len(opened.launched):
+            if self.stepper is not None:
+                raise UnfinishedRoundError(
+                    f"rank {self.rank}: '{self.specs[index].name}' received one more gradient after its optimizer had "
+                    "stepped. A graph that brings a parameter more often now and then (reentrant checkpointing) can't "
+                    "have its optimizer in backward."
+                )
             opened.late.add(index)
             return
         if self._arrivals.counts[index] == self._expected[index]:
@@ -237,6 +266,27 @@ class Reducer:
                 return
             self._launch(opened, following)
             opened.overlapped += 1
+        if self.stepper is not None:
+            self._deliver_finished(opened)
+
+    @torch.no_grad()
+    def _deliver_finished(self, opened: Round) -> None:
+        """With an optimizer in backward, what has been reduced is delivered at once."""
+        while opened.delivered < len(opened.launched) and opened.launched[opened.delivered].work.done():
+            self._deliver_next(opened)
+
+    def _deliver_next(self, opened: Round) -> None:
+        flight = opened.launched[opened.delivered]
+        opened.delivered += 1
+        began = time.perf_counter()
+        flight.work.wait()
+        opened.reduced_at = time.perf_counter()
+        opened.waited += opened.reduced_at - began
+        used = self.delivery.deliver(flight)
+        if self.stepper is not None:
+            indices = [p.index for p, is_used in zip(flight.bucket.plan.places, used, strict=True) if is_used]
+            self.dirty.difference_update(indices)  # synchronised: the guard lets the step pass
+            self.stepper([self.parameters[index] for index in indices])
 
     @torch.no_grad()
     def _launch(self, opened: Round, number: int, extra: Sequence[bool] = ()) -> None:
@@ -324,14 +374,10 @@ class Reducer:
         for number in range(len(opened.launched), last):
             self._launch(opened, number)
         sparse_used = [self._has_gradient(index) for index in self.plan.sparse]
-        incomplete = self._strict and bool(self._missing())
+        incomplete = self._strict and not opened.shadow and bool(self._missing())
         self._launch(opened, last, extra=[late, incomplete, *sparse_used])
-        for flight in opened.launched:
-            began = time.perf_counter()
-            flight.work.wait()
-            opened.reduced_at = time.perf_counter()
-            opened.waited += opened.reduced_at - began
-            self.delivery.deliver(flight)
+        while opened.delivered < len(opened.launched):
+            self._deliver_next(opened)
 
     def _has_gradient(self, index: int) -> bool:
         return index in self.dirty and self._slots[index].grad is not None

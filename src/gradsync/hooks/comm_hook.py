@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
+from gradsync import _torch
 from gradsync.errors import HookError
 
 Hook = Callable[[Any, Any], Future[Tensor]]
@@ -67,11 +68,14 @@ class HookWork:
     rank: int
     name: str
 
+    def done(self) -> bool:
+        return bool(self.future.done() and self.tail.done())
+
     def wait(self) -> None:
         result = self.future.wait()
         if isinstance(result, (list, tuple)) and len(result) == 1:
             result = result[0]
-        if not isinstance(result, Tensor) or result.numel() != self.data.numel() or result.dtype is not self.data.dtype:
+        if not _alike(result, self.data):
             found = f"{result.numel()} x {result.dtype}" if isinstance(result, Tensor) else type(result).__name__
             raise HookError(
                 f"rank {self.rank}: communication hook '{self.name}' must bring a tensor like the bucket's buffer, "
@@ -84,14 +88,15 @@ class HookWork:
 
 def launch(hook: Hook, state: object, bucket: GradBucket, tail: Any, rank: int) -> HookWork:
     """Calls the hook for one bucket."""
+    data = bucket.buffer()  # a hook may set another buffer, of another dtype, to travel
     future = hook(state, bucket)
-    if not isinstance(future, Future):
+    if not isinstance(future, _torch.Future):
         raise HookError(
             "callback must return a torch.futures.Future object, but got "
             f"{type(future).__name__} from hook '{name_of(hook)}' on rank {rank}. Return for example "
             "dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda f: f.value()[0] / world_size)."
         )
-    return HookWork(future, bucket.buffer(), tail, rank, name_of(hook))
+    return HookWork(future, data, tail, rank, name_of(hook))
 
 
 def check_hook(hook: object) -> None:
@@ -103,17 +108,27 @@ def check_hook(hook: object) -> None:
     if bucket is not None and not _names_bucket(bucket.annotation):
         raise ValueError("Communication hook: bucket annotation should be dist.GradBucket.")
     returned = signature.return_annotation
-    if returned not in _RETURNS and "Future" not in str(returned):
+    if returned not in _RETURNS and not any(word in str(returned) for word in ("Future", "Any")):
         raise ValueError(
             "Communication hook: return annotation should be torch.futures.Future[torch.Tensor] or "
             "torch.futures.Future."
         )
 
 
+def _alike(result: object, data: Tensor) -> bool:
+    """As many elements of the same sort; compressed ones are decompressed on the way into the bucket."""
+    return (
+        isinstance(result, Tensor)
+        and result.numel() == data.numel()
+        and result.is_floating_point() is data.is_floating_point()
+        and result.is_complex() is data.is_complex()
+    )
+
+
 def _names_bucket(annotation: Any) -> bool:
     """torch's class, ours, or no annotation; also as text, which `from __future__ import annotations` makes of it."""
     name = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
-    return annotation in (inspect.Parameter.empty, Any) or name.split(".")[-1] == "GradBucket"
+    return annotation in (inspect.Parameter.empty, Any) or name.split(".")[-1] in ("GradBucket", "Any")
 
 
 def name_of(hook: Any) -> str:

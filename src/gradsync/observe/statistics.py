@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gradsync.events import Event, RoundClosed
 
@@ -25,6 +25,11 @@ class Statistics:
     hook: str = ""
     """The communication hook, if one is registered."""
 
+    used: set[frozenset[int]] = field(default_factory=set)
+    """The sets of parameters that rounds used on this rank; no more than a few are kept."""
+    joined: bool = False
+    """Whether training went through torch's `Join`."""
+
     def record(self, event: Event) -> None:
         if isinstance(event, RoundClosed):
             self.rounds += 1
@@ -33,3 +38,5 @@ class Statistics:
             self.buckets = event.buckets
             self.overlapped_buckets = event.overlapped_buckets
             self.corrected_rounds += event.corrected
+            if len(self.used) < 3:
+                self.used.add(frozenset(event.order))

@@ -15,6 +15,9 @@ class Work(Protocol):
     def wait(self) -> None:
         """Returns when the result may be used (on a GPU: by work queued after this call)."""
 
+    def done(self) -> bool:
+        """Whether `wait` would return at once."""
+
 
 class SparseWork(Protocol):
     """A sparse reduction under way, whose result is a tensor of its own."""

@@ -104,10 +104,16 @@ class _InFlight:
     def wait(self) -> None:
         self.work.wait()
 
+    def done(self) -> bool:
+        return self.work.is_completed()
+
 
 class _Done:
     def wait(self) -> None:
         return
+
+    def done(self) -> bool:
+        return True
 
 
 @dataclass(frozen=True)
