@@ -27,7 +27,7 @@ check: $(VENV)/.test ## ruff and mypy only
 	$(BIN)/mypy
 
 bench: $(VENV)/.test ## the engine's own cost and speed, against torch's
-	$(BIN)/python -m bench
+	$(BIN)/gradsync bench engine --out bench-out
 
 conformance: $(VENV)/.test ## torch's own DistributedDataParallel tests against ours
 	$(BIN)/python tests/conformance/check.py

@@ -154,6 +154,36 @@ def to_kwargs(inputs: Any, kwargs: Any, device: torch.device) -> Any:
     return _to_kwargs(inputs, kwargs, device, use_side_stream_for_tensor_copies=True)
 
 
+def distributed_autograd_context() -> int | None:
+    """The id of the distributed autograd context (torch's RPC) that this thread is in, if any."""
+    rpc = sys.modules.get("torch.distributed.rpc")
+    if rpc is None or not getattr(rpc, "_is_current_rpc_agent_set", lambda: False)():
+        return None
+    from torch._C._distributed_autograd import _current_context
+
+    try:
+        found: int = _current_context()._context_id()
+    except RuntimeError:  # there is no way to ask
+        return None
+    return found
+
+
+def distributed_gradients(context: int) -> dict[Tensor, Tensor]:
+    """The gradients that a distributed backward has left: in its context, not in `.grad`."""
+    from torch._C._distributed_autograd import get_gradients
+
+    found: dict[Tensor, Tensor] = get_gradients(context)
+    return found
+
+
+def local_value(value: Any) -> Any:
+    """What a remote reference of torch's RPC refers to, if that is in this process; else the value itself."""
+    rpc: Any = sys.modules.get("torch.distributed.rpc")
+    if rpc is not None and isinstance(value, getattr(rpc, "RRef", ())) and value.is_owner():
+        return value.local_value()
+    return value
+
+
 def in_backward_optimizers(parameter: Tensor) -> list[Any]:
     """What `torch.distributed.optim._apply_optimizer_in_backward` has put on a parameter."""
     return getattr(parameter, "_in_backward_optimizers", [])

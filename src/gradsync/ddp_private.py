@@ -66,6 +66,15 @@ class ReducerView:
         """Whether there are new buckets: they are laid out once, at the end of the first round."""
         return False
 
+    def _get_local_used_map(self) -> Tensor:
+        """By how many ranks each parameter was used in the latest round (with equal weights)."""
+        reducer = self._engine.reducer
+        counts = [0] * len(reducer.parameters)
+        for bucket in reducer.buckets:
+            for place, share in zip(bucket.plan.places, bucket.usage_shares(), strict=True):
+                counts[place.index] = round(share * self._engine.transport.size)
+        return torch.tensor(counts, dtype=torch.int32)
+
     def _ddp_graph_static(self) -> bool:
         """Whether all rounds so far used the same parameters on this rank."""
         return len(self._engine.statistics.used) <= 1

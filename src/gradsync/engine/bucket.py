@@ -45,7 +45,11 @@ class Bucket:
 
     def read_usage(self) -> list[bool]:
         """For each place, whether any rank had a gradient for it."""
-        return [value != 0 for value in self._slots(0, len(self.plan.places))]
+        return [share != 0 for share in self.usage_shares()]
+
+    def usage_shares(self) -> list[float]:
+        """For each place, how much weight the ranks that had a gradient for it have together."""
+        return self._slots(0, len(self.plan.places))
 
     def read_weight(self) -> float:
         """The sum of all ranks' scales."""

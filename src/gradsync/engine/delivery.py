@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gradsync.engine.bucket import Bucket, fill
 from gradsync.engine.plan import BucketPlan
-from gradsync.engine.roster import Managed
+from gradsync.engine.roster import HasGrad, Managed
 from gradsync.hooks import comm_hook
 from gradsync.hooks.comm_hook import GradBucket, Hook
 from gradsync.options import Options
@@ -37,7 +37,7 @@ class Delivery:
     def __init__(self, managed: Sequence[Managed], transport: Transport, options: Options) -> None:
         self.weight = 1.0
         """This rank's share in the mean, for the round under way or the next one."""
-        self._slots = [one.slot for one in managed]
+        self.slots: list[HasGrad] = [one.slot for one in managed]
         self._computing = [one.computing for one in managed]
         self._specs = [one.spec for one in managed]
         self._transport = transport
@@ -64,7 +64,7 @@ class Delivery:
         used: list[bool] = []
         held: list[Tensor | None] = []
         for place, view in zip(bucket.plan.places, bucket.views, strict=True):
-            slot = self._slots[place.index]
+            slot = self.slots[place.index]
             gradient = slot.grad
             is_used = gradient is not None and place.index in dirty
             used.append(is_used)
@@ -117,7 +117,7 @@ class Delivery:
         `.grad` holds an earlier round's sum, the same everywhere. The next round adds up all ranks'
         `.grad`, so each of N may bring only 1/N of it. (A mean needs no such care.)
         """
-        gradient = self._slots[index].grad
+        gradient = self.slots[index].grad
         if gradient is not None:
             with torch.no_grad():
                 gradient.div_(self.gain)
@@ -140,7 +140,7 @@ class Delivery:
         targets, sources, keepers = [], [], []
         rows = zip(bucket.plan.places, bucket.views, flight.held, used, strict=True)
         for place, view, held, is_used in rows:
-            slot = self._slots[place.index]
+            slot = self.slots[place.index]
             if not is_used:
                 slot.grad = held  # nobody used it: as it was, and None stays None
             elif self._as_view:
@@ -181,7 +181,7 @@ class Delivery:
 
     def carry_sparse(self, index: int, total_weight: float) -> None:
         """A sparse gradient travels by itself: its indices and values, no bucket."""
-        slot = self._slots[index]
+        slot = self.slots[index]
         gradient = slot.grad
         if gradient is None:
             gradient = torch.zeros_like(self._computing[index]).to_sparse(1)
@@ -203,7 +203,7 @@ class Delivery:
             self._transport.reduce(bucket.buffer, self._scale()).wait()
             self._divide(bucket)
             for place, view, is_used in zip(plan.places, bucket.views, bucket.read_usage(), strict=True):
-                slot = self._slots[place.index]
+                slot = self.slots[place.index]
                 if is_used and (gradient := slot.grad) is not None:
                     gradient.add_(view)
                 elif is_used:

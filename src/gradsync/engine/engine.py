@@ -11,6 +11,7 @@ import itertools
 import weakref
 from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -86,6 +87,7 @@ class Engine:
         self.reducer.at_close = self.buffers.round_closed
         self._looked_for_optimizers = False
         self._backward = Backward(at_end=self._backward_ended)
+        self._contexts: set[int] = set()
         self._superseded = False
         self._claim()
         unsynchronised.watch(self.reducer)
@@ -118,9 +120,11 @@ class Engine:
         self.buffers.after_forward()
         hooked = False
         if torch.is_grad_enabled():
+            context = _torch.distributed_autograd_context()
+            reached = self._output_reached if context is None else partial(self._distributed_output_reached, context)
             for tensor in tensors_in(output):
                 if tensor.requires_grad and not tensor.is_leaf:
-                    tensor.register_hook(self._output_reached)
+                    tensor.register_hook(reached)
                     hooked = True
         if self.roster.faces and not hooked and _torch.current_graph_task() == _torch.NO_GRAPH_TASK:
             self.roster.faces.to_registered()  # no backward will follow
@@ -129,6 +133,17 @@ class Engine:
         if self.roster.faces:
             self._backward.enter()
         self.reducer.output_reached()
+
+    def _distributed_output_reached(self, context: int, gradient: Tensor) -> None:
+        """A backward of torch's RPC: it leaves gradients in its context, where they are reduced at its end."""
+        if self.synchronising and context not in self._contexts:
+            self._contexts.add(context)
+            _torch.at_end_of_backward(partial(self._distributed_backward_ended, context))
+
+    def _distributed_backward_ended(self, context: int) -> None:
+        self._contexts.discard(context)
+        found = _torch.distributed_gradients(context)
+        self.reducer.synchronise_tensors([found.get(parameter) for parameter in self.reducer.parameters])
 
     def _backward_ended(self) -> None:
         """The outermost backward, with or without synchronisation, is over."""

@@ -7,9 +7,12 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
+from gradsync import _torch
+
 
 def tensors_in(value: object) -> Iterator[Tensor]:
-    """Tensors in nested lists, tuples, sets, mappings and dataclasses."""
+    """Tensors in nested lists, tuples, sets, mappings, dataclasses and local remote references."""
+    value = _torch.local_value(value)
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):

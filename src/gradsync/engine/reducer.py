@@ -33,7 +33,7 @@ from gradsync.engine.backward import Backward, accumulates
 from gradsync.engine.bucket import Bucket
 from gradsync.engine.delivery import Delivery, InFlight
 from gradsync.engine.plan import Plan, delay, make_plan
-from gradsync.engine.roster import Managed
+from gradsync.engine.roster import HasGrad, Held, Managed
 from gradsync.errors import UnfinishedRoundError
 from gradsync.events import BucketLaunched, Recorder, RoundClosed
 from gradsync.guard import strict
@@ -93,7 +93,7 @@ class Reducer:
     def _begin_with(self, managed: Sequence[Managed]) -> None:
         self.parameters = [one.parameter for one in managed]
         self.specs = [one.spec for one in managed]
-        self._slots = [one.slot for one in managed]
+        self._slots: list[HasGrad] = [one.slot for one in managed]
         self._computing = [one.computing for one in managed]
         self.hidden = {id(one.computing): one.spec.name for one in managed if one.computing is not one.parameter}
         self.plan: Plan | None = None
@@ -185,6 +185,24 @@ class Reducer:
         if self._round is None and self.dirty:
             self._round = Round(self.rounds, time.perf_counter(), self._count_missing())
             self._close()
+
+    def synchronise_tensors(self, gradients: Sequence[Tensor | None]) -> None:
+        """A round over gradients that are kept elsewhere, one for each parameter; they are changed in place.
+
+        A parameter without one gets none, even if other ranks have some: there is no place to put it.
+        """
+        elsewhere: list[HasGrad] = [Held(gradient) for gradient in gradients]
+        mine, self._slots = self._slots, elsewhere
+        self.delivery.slots = elsewhere
+        try:
+            self.dirty.update(index for index, gradient in enumerate(gradients) if gradient is not None)
+            self._round = Round(self.rounds, time.perf_counter(), self._count_missing())
+            self._close()
+        finally:
+            self._slots = self.delivery.slots = mine
+        for gradient, slot in zip(gradients, elsewhere, strict=True):
+            if gradient is not None and slot.grad is not None:
+                gradient.copy_(slot.grad)
 
     def shadow(self, counted: bool) -> None:
         """A round on a rank without data: nothing to bring, and no say in the mean unless `counted`."""

@@ -27,6 +27,13 @@ class HasGrad(Protocol):
     grad: Tensor | None
 
 
+@dataclass(slots=True)
+class Held:
+    """A gradient that belongs to no parameter's `.grad`."""
+
+    grad: Tensor | None
+
+
 @dataclass(frozen=True, slots=True)
 class Managed:
     """One parameter whose gradient the engine keeps in step. Usually all three are the same object."""

@@ -1,0 +1,52 @@
+"""The code in README.md and docs/ runs, with real ranks, and leaves replicas equal."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import gradsync
+from tests.support.ranks import Ranks
+
+ROOT = Path(__file__).parents[2]
+
+
+def blocks() -> list[tuple[str, str]]:
+    """Python blocks with the heading they stand under."""
+    found = []
+    for file in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        heading = file.name
+        for part in re.split(r"^(#+ .*)$", file.read_text(), flags=re.MULTILINE):
+            heading = part.strip("# ") if part.startswith("#") else heading
+            found += [(f"{file.name}: {heading}", code) for code in re.findall(r"```python\n(.*?)```", part, re.DOTALL)]
+    return found
+
+
+def body(code: str) -> None:
+    torch.manual_seed(dist.get_rank())
+    namespace: dict[str, Any] = {"__name__": "recipe"}
+    exec(compile(code, "recipe", "exec"), namespace)
+    modules = [value for value in namespace.values() if isinstance(value, nn.Module)]
+    assert modules
+    if "mesh" in namespace:
+        return  # ranks hold different parts
+    for module in modules:
+        prints: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(prints, gradsync.fingerprint(module))
+        assert len(set(prints)) == 1
+
+
+@pytest.mark.parametrize(("name", "code"), blocks(), ids=[name for name, _ in blocks()])
+def test_it_runs(ranks: Ranks, name: str, code: str) -> None:
+    wanted = re.match(r"# ranks: (\d+)", code)
+    ranks(body, int(wanted[1]) if wanted else 2, code, limit=60)
+
+
+def test_there_are_recipes() -> None:
+    assert len(blocks()) >= 12
