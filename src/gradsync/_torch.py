@@ -179,8 +179,9 @@ def distributed_gradients(context: int) -> dict[Tensor, Tensor]:
 def local_value(value: Any) -> Any:
     """What a remote reference of torch's RPC refers to, if that is in this process; else the value itself."""
     rpc: Any = sys.modules.get("torch.distributed.rpc")
-    if rpc is not None and isinstance(value, getattr(rpc, "RRef", ())) and value.is_owner():
-        return value.local_value()
+    reference: Any = value
+    if rpc is not None and isinstance(value, getattr(rpc, "RRef", ())) and reference.is_owner():
+        return reference.local_value()
     return value
 
 

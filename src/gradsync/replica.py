@@ -102,8 +102,8 @@ def overlap_optimizer(
 def uneven(loader: Iterable[T], module: nn.Module) -> Iterator[T]:
     """`for batch in gradsync.uneven(loader, module)`: ranks may have different numbers of batches.
 
-    A rank that has run out takes part in the others' rounds with weight 0, so that the gradient is the mean over
-    the ranks that still have data; all ranks leave the loop together, with the same model.
+    A rank that has run out goes over its last batch again, with weight 0: the gradient is the mean over the ranks that
+    still have data, its optimizer takes the same steps as theirs, and all ranks leave the loop together.
     """
     return _uneven(engine_of(module), loader)
 

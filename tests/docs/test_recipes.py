@@ -49,4 +49,4 @@ def test_it_runs(ranks: Ranks, name: str, code: str) -> None:
 
 
 def test_there_are_recipes() -> None:
-    assert len(blocks()) >= 12
+    assert len(blocks()) >= 11

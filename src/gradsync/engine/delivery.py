@@ -35,6 +35,7 @@ class Delivery:
     """Carries buckets of one list of parameters there and back."""
 
     def __init__(self, managed: Sequence[Managed], transport: Transport, options: Options) -> None:
+        self.usual_weight = 1.0
         self.weight = 1.0
         """This rank's share in the mean, for the round under way or the next one."""
         self.slots: list[HasGrad] = [one.slot for one in managed]
@@ -164,10 +165,13 @@ class Delivery:
 
     def end_round(self, total_weight: float) -> None:
         """The next round's weights are measured in units of this one's mean, so that they are near 1."""
-        self._latest_hook = None
         if total_weight > 0:
             self._weight_unit *= total_weight
-        self.weight = 1.0
+
+    def forget_round(self) -> None:
+        """The round is over, well or not."""
+        self._latest_hook = None
+        self.weight = self.usual_weight
 
     def _divide(self, bucket: Bucket) -> None:
         """Makes a weighted sum a mean. With equal weights it is one already."""

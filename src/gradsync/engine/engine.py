@@ -73,8 +73,6 @@ class Engine:
         rank may look at gradients alone; should it step on them, the guard speaks up."""
         self.input_device: torch.device | None = None
         """Where inputs are moved to; None: nowhere."""
-        self.counts_ranks = False
-        """Inside `gradsync.uneven`: each round is announced to ranks that may have run out of data."""
         self.final_source = 0
         """The rank whose model all took over at the end of a `Join` context."""
         self._serial = next(_serials)
@@ -175,7 +173,13 @@ class Engine:
             raise InvalidOptionError(f"a round's weight must be a finite number from 0 on, but is {weight}")
         if self.options.reduce != "mean":
             raise InvalidOptionError(f"weights are for reduce='mean'; here it is {self.options.reduce!r}")
-        self.reducer.delivery.weight = float(weight)
+        delivery = self.reducer.delivery
+        delivery.weight = float(weight) if delivery.usual_weight else 0.0
+
+    def sit_out(self, flag: bool | None) -> None:
+        """Inside `gradsync.uneven`: whether this rank has run out of data, and counts for nothing. None: outside."""
+        self.buffers.joined = flag
+        self.reducer.delivery.usual_weight = self.reducer.delivery.weight = 0.0 if flag else 1.0
 
     def register_comm_hook(self, state: object, hook: Hook) -> None:
         check_hook(hook)
@@ -251,8 +255,6 @@ class Engine:
             return False
         if self.roster.changed():
             self._agree_on_change()
-        if self.counts_ranks:
-            self.transport.gather([1])  # ranks without data listen for this, and join in
         return True
 
     def _agree_on_change(self) -> None:

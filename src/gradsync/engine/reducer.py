@@ -19,6 +19,7 @@ happen.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -109,6 +110,7 @@ class Reducer:
         if self._managed:  # what was registered with the one before stays
             before = self.delivery
             made.divisor, made.hook, made.after_reduce = before.divisor, before.hook, before.after_reduce
+            made.usual_weight, made.weight = before.usual_weight, before.weight
         self._managed = list(managed)
         return made
 
@@ -150,7 +152,8 @@ class Reducer:
         self._forward_at = time.perf_counter()
         if self._round is not None:
             for flight in self._round.launched:
-                flight.work.wait()
+                with contextlib.suppress(Exception):  # whatever it was, backward raised it
+                    flight.work.wait()
             self._forget_round()
         if self._unfinished is not None:
             unfinished, self._unfinished = self._unfinished, None
@@ -424,7 +427,7 @@ class Reducer:
         self._arrivals.forget_round()
         self._backward.forget()
         self._round = None
-        self.delivery.weight = 1.0
+        self.delivery.forget_round()
         self.phase = Phase.IDLE
 
     # --- torch's strictness, for those who ask for it ------------------------------------------

@@ -1,11 +1,14 @@
-"""Ranks that run out of data early: they shadow the others' rounds until nobody has data left."""
+"""Ranks that run out of data early: they take part in the others' rounds until nobody has data left."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, TypeVar
 
 from torch.distributed.algorithms.join import JoinHook
+
+from gradsync.errors import InvalidOptionError
 
 if TYPE_CHECKING:
     from gradsync.engine.engine import Engine
@@ -48,12 +51,24 @@ def announce_round(engine: Engine, coming: bool) -> bool:
 
 
 def uneven(engine: Engine, loader: Iterable[T]) -> Iterator[T]:
-    """Goes through `loader`; then, while other ranks still have data, takes part in their rounds with weight 0."""
-    engine.counts_ranks = True
+    """Goes through `loader`; then, while other ranks have data, over its last batch again with weight 0.
+
+    A rank without data runs the same code as the others, so its optimizer takes the same steps.
+    """
+    batches = iter(loader)
+    batch: list[T] = []
     try:
-        yield from loader
-    finally:  # also if the loop was left early: the others go on
-        while any(row[0] for row in engine.transport.gather([0])):
-            engine.reducer.shadow(counted=False)
-            engine.reducer.drop_gradients()
-        engine.counts_ranks = False
+        while True:
+            found = list(itertools.islice(batches, 1))
+            if not any(row[0] for row in engine.transport.gather([len(found)])):
+                return
+            batch = found or batch
+            if not batch:
+                raise InvalidOptionError(
+                    f"rank {engine.transport.rank}: gradsync.uneven() found no batch at all here, while other ranks have "
+                    "some. A rank that has run out repeats its last batch with weight 0, so it needs at least one."
+                )
+            engine.sit_out(not found)
+            yield batch[0]
+    finally:
+        engine.sit_out(None)
