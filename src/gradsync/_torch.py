@@ -26,12 +26,11 @@ Future = torch._C.Future
 """What c10d's works give; `torch.futures.Future` derives from it."""
 
 
-def current_graph_task() -> int:
-    """The id of the backward that runs in this thread; `NO_GRAPH_TASK` outside of any.
+current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
+"""The id of the backward that runs in this thread; `NO_GRAPH_TASK` outside of any.
 
-    A nested backward (reentrant checkpointing) has an id of its own.
-    """
-    return torch._C._current_graph_task_id()
+A nested backward (reentrant checkpointing) has an id of its own.
+"""
 
 
 def current_node() -> Node | None:

@@ -3,30 +3,62 @@
 An arrival is autograd having accumulated into a managed parameter's `.grad`. Hooks are armed from
 construction on and never ask how backward was reached: through `forward`, another method, a
 submodule or a loss on the parameters themselves.
+
+The hook below runs for every parameter in every backward: it is the engine's innermost loop, and
+therefore one function that calls out only when a bucket is complete or something is unusual.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
+from typing import Protocol
 
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
+
+from gradsync import _torch
+
+
+class Listener(Protocol):
+    """The reducer, as seen from here. `index` is always the parameter that just arrived."""
+
+    def backward_met(self) -> None:
+        """A backward that is not part of the round yet; the round may open, or not."""
+
+    def bucket_complete(self, index: int) -> None:
+        """Each of a bucket's parameters has arrived as often as it ever did."""
+
+    def unexpected(self, index: int) -> None:
+        """A parameter arrived more often than ever before."""
 
 
 class Arrivals:
     """Counts arrivals for the running round, and remembers what was never synchronised.
 
-    `counts` and `order` belong to one round; `dirty` lives on until a round has carried the
-    gradient, through any number of backwards without synchronisation.
+    `counts`, `order` and `missing` belong to one round; `dirty` lives on until a round has carried
+    the gradient, through any number of backwards without synchronisation.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], before: Callable[[int], None] | None = None) -> None:
+    def __init__(
+        self, parameters: Sequence[Tensor], backwards: Container[int], before: Callable[[int], None] | None = None
+    ) -> None:
+        self.backwards = backwards
+        """Those that take part in the round."""
+        self.listener: Listener | None = None
+        """None while synchronisation is off."""
         self.counts = [0] * len(parameters)
         self.order: list[int] = []
         self.dirty: set[int] = set()
-        self.listener: Callable[[int], None] | None = None
-        """Told of each arrival; None while synchronisation is off."""
+        self.expected = [0] * len(parameters)
+        """How often each parameter arrived in the round in which it did so most often."""
+        self.bucket_of = [-1] * len(parameters)
+        """-1: no plan yet, or a sparse gradient, which needs no bucket."""
+        self.missing: list[int] = [0]
+        """For each bucket how many parameters have yet to arrive; one more at the end for bucket -1."""
+        self._all_missing: list[int] = []
+        self.waiting = False
+        """A complete bucket could not leave at once; the next arrival tells the listener again."""
         # Hooks hold this object weakly: a parameter may outlive its engine, and then they are removed.
         me = weakref.ref(self)
         handles: list[RemovableHandle]
@@ -35,29 +67,53 @@ class Arrivals:
             handles += [p.register_hook(_before_hook(before, i)) for i, p in enumerate(parameters)]
         self.disarm = weakref.finalize(self, _remove, handles)
 
-    def arrived(self, index: int) -> None:
-        self.dirty.add(index)
-        if self.listener is not None:
-            if self.counts[index] == 0:
-                self.order.append(index)
-            self.counts[index] += 1
-            self.listener(index)
+    def begin_round(self, buckets: int) -> None:
+        if len(self._all_missing) != buckets + 1:
+            self._all_missing = [0] * (buckets + 1)
+            for index, expected in enumerate(self.expected):
+                if expected:
+                    self._all_missing[self.bucket_of[index]] += 1
+        self.missing = self._all_missing.copy()
 
     def forget_round(self) -> None:
         """The round is over. What was dirty still is, until `synchronised`."""
         self.counts = [0] * len(self.counts)
         self.order = []
+        self.waiting = False
 
     def synchronised(self) -> None:
-        """The round has carried every gradient."""
+        """The round has carried every gradient; what came is expected the next time."""
         self.dirty = set()
+        if self.counts != self.expected:
+            self.expected = list(map(max, self.expected, self.counts))
+            self._all_missing = []
 
 
 def _hook(arrivals: weakref.ref[Arrivals], index: int) -> Callable[[Tensor], None]:
+    current_backward = _torch.current_graph_task
+
     def arrived(_: Tensor) -> None:
-        alive = arrivals()
-        if alive is not None:
-            alive.arrived(index)
+        me = arrivals()
+        if me is None:
+            return
+        me.dirty.add(index)
+        if me.listener is None:
+            return
+        if current_backward() not in me.backwards:
+            me.listener.backward_met()
+            if current_backward() not in me.backwards:
+                return
+        count = me.counts[index] + 1
+        me.counts[index] = count
+        if count == 1:
+            me.order.append(index)
+        if count == me.expected[index]:
+            number = me.bucket_of[index]
+            me.missing[number] -= 1
+            if me.waiting or not me.missing[number]:
+                me.listener.bucket_complete(index)
+        elif count > me.expected[index]:
+            me.listener.unexpected(index)
 
     return arrived
 

@@ -22,29 +22,30 @@ class Backward:
 
     def __init__(self, at_end: Callable[[], None]) -> None:
         self._at_end = at_end
-        self._met: dict[int, bool] = {}  # graph task -> has ended
+        self.met: dict[int, bool] = {}
+        """Graph tasks that were entered, and whether they have ended."""
 
     def enter(self) -> bool:
         """Notes the backward that runs now; False if it was met before."""
         task = _torch.current_graph_task()
-        if task in self._met:
+        if task in self.met:
             return False
-        self._met[task] = False
+        self.met[task] = False
         _torch.at_end_of_backward(lambda: self._ended(task))
         return True
 
     def forget(self) -> None:
         """Ends following; callbacks that still come are ignored."""
-        self._met = {}
+        self.met.clear()
 
     def _ended(self, task: int) -> None:
-        if task not in self._met:
+        if task not in self.met:
             return
-        self._met[task] = True
+        self.met[task] = True
         node = _torch.current_node()
         if node is None:
             self._at_end()
-        elif all(self._met.values()):
+        elif all(self.met.values()):
             # A nested backward ended, and the one around it was not met yet. It is inside `node`
             # now and evaluates the nodes that follow next: before them we can enter it.
             _before_any_of({following for following, _ in node.next_functions if following}, self.enter)

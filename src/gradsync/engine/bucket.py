@@ -34,7 +34,7 @@ class Bucket:
             self.data.as_strided(specs[p.index].shape, specs[p.index].stride, self.data.storage_offset() + p.offset)
             for p in plan.places
         ]
-        self._extra = extra
+        self.indices = [place.index for place in plan.places]
 
     def write_tail(self, used: Sequence[bool], extra: Sequence[bool] = ()) -> None:
         """Fills the tail with what this rank has to say."""
@@ -65,9 +65,17 @@ class Bucket:
         return (slots.real if slots.is_complex() else slots).tolist()
 
 
+def fill_places(views: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    """Brings each gradient to its place, if it is not there already, and zeros where there is none."""
+    pairs = [(view, gradient) for view, gradient in zip(views, gradients, strict=True) if gradient is not view]
+    fill([view for view, gradient in pairs if gradient is not None], [g for _, g in pairs if g is not None])
+    if empty := [view for view, gradient in pairs if gradient is None]:
+        torch._foreach_zero_(empty)
+
+
 def fill(views: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
     """Copies gradients into their places: one multi-tensor call for all that are alike."""
     if not views:
         return
-    dense = [gradient.to_dense() if gradient.layout is not torch.strided else gradient for gradient in gradients]
+    dense = [gradient if gradient.layout is torch.strided else gradient.to_dense() for gradient in gradients]
     torch._foreach_copy_(list(views), dense)

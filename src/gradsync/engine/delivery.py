@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradsync.engine.bucket import Bucket, fill
+from gradsync.engine.bucket import Bucket, fill, fill_places
 from gradsync.engine.plan import BucketPlan
 from gradsync.engine.roster import HasGrad, Managed
 from gradsync.hooks import comm_hook
@@ -61,34 +61,29 @@ class Delivery:
         A dirty parameter brings its gradient. A clean one brings the `.grad` it has, which an
         earlier round left and which is the same on all ranks, or zeros.
         """
-        views, gradients, empty, shared = [], [], [], []
-        used: list[bool] = []
-        held: list[Tensor | None] = []
-        for place, view in zip(bucket.plan.places, bucket.views, strict=True):
-            slot = self.slots[place.index]
-            gradient = slot.grad
-            is_used = gradient is not None and place.index in dirty
-            used.append(is_used)
-            # A gradient that the view replaces is let go at once: memory for one set is enough.
-            # One of no weight is let go too: if nobody else has one, there was none.
-            held.append(None if is_used and (self._as_view or not self.weight) else gradient)
-            if gradient is None:
-                empty.append(view)
-            elif gradient is not view:
-                views.append(view)
-                gradients.append(gradient)
-            if self.gain != 1 and gradient is not None and not is_used:
-                shared.append(view)
+        slots = self._slots_of(bucket)
+        gradients = [slot.grad for slot in slots]
+        for slot in slots:
             slot.grad = None
-        fill(views, gradients)
-        if empty:
-            torch._foreach_zero_(empty)
-        if shared:  # as in `share_out`
-            torch._foreach_div_(shared, self.gain)
+        used = [g is not None and index in dirty for g, index in zip(gradients, bucket.indices, strict=True)]
+        fill_places(bucket.views, gradients)
+        if self.gain != 1:  # as in `share_out`
+            rows = zip(bucket.views, gradients, used, strict=True)
+            shared = [view for view, gradient, is_used in rows if gradient is not None and not is_used]
+            if shared:
+                torch._foreach_div_(shared, self.gain)
+        # A gradient that the view replaces is let go at once: memory for one set is enough.
+        # One of no weight is let go too: if nobody else has one, there was none.
+        lets_go = self._as_view or not self.weight
+        held = [None if is_used and lets_go else g for is_used, g in zip(used, gradients, strict=True)]
         bucket.write_tail(used, extra)
         if self.hook is not None:
             return InFlight(bucket, self._launch_hook(bucket, number, last), used, held)
         return InFlight(bucket, self._transport.reduce(bucket.buffer, self._scale()), used, held)
+
+    def _slots_of(self, bucket: Bucket) -> list[HasGrad]:
+        slots = self.slots
+        return [slots[index] for index in bucket.indices]
 
     def _launch_hook(self, bucket: Bucket, number: int, last: bool) -> Work:
         assert self.hook is not None
@@ -137,11 +132,17 @@ class Delivery:
             self._divide(bucket)
         if self.after_reduce is not None:
             self.after_reduce(bucket.data)
-        used = flight.used if all(flight.used) and self.weight > 0 else bucket.read_usage()
+        slots = self._slots_of(bucket)
+        if all(flight.used) and self.weight > 0:
+            used = flight.used
+            if self._as_view:  # the usual case
+                for slot, view in zip(slots, bucket.views, strict=True):
+                    slot.grad = view
+                return used
+        else:
+            used = bucket.read_usage()
         targets, sources, keepers = [], [], []
-        rows = zip(bucket.plan.places, bucket.views, flight.held, used, strict=True)
-        for place, view, held, is_used in rows:
-            slot = self.slots[place.index]
+        for slot, view, held, is_used in zip(slots, bucket.views, flight.held, used, strict=True):
             if not is_used:
                 slot.grad = held  # nobody used it: as it was, and None stays None
             elif self._as_view:

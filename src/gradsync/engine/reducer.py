@@ -55,7 +55,6 @@ class Round:
 
     number: int
     opened_at: float
-    missing: list[int]  # for each bucket, how many parameters have yet to arrive
     launched: list[InFlight] = field(default_factory=list)  # a prefix of the plan
     late: set[int] = field(default_factory=set)
     delivered: int = 0  # how many of those launched
@@ -99,11 +98,9 @@ class Reducer:
         self.hidden = {id(one.computing): one.spec.name for one in managed if one.computing is not one.parameter}
         self.plan: Plan | None = None
         self.buckets: list[Bucket] = []
-        self._bucket_of = [-1] * len(self.parameters)
-        self._expected = [0] * len(self.parameters)
         self.delivery = self._make_delivery(managed)
         share = self._share_out if self.delivery.gain != 1 else None
-        self._arrivals = Arrivals(self._computing, before=share)
+        self._arrivals = Arrivals(self._computing, self._backward.met, before=share)
 
     def _make_delivery(self, managed: Sequence[Managed]) -> Delivery:
         made = Delivery(managed, self._transport, self.options)
@@ -118,7 +115,7 @@ class Reducer:
 
     def synchronise(self, flag: bool) -> None:
         """Whether a backward that begins from now on is a round, or only accumulates."""
-        self._arrivals.listener = self._arrived if flag else None
+        self._arrivals.listener = self if flag else None
 
     @property
     def synchronising(self) -> bool:
@@ -186,7 +183,7 @@ class Reducer:
     def synchronise_now(self) -> None:
         """A round without a backward: carries what backwards without synchronisation have left."""
         if self._round is None and self.dirty:
-            self._round = Round(self.rounds, time.perf_counter(), self._count_missing())
+            self._open()
             self._close()
 
     def synchronise_tensors(self, gradients: Sequence[Tensor | None]) -> None:
@@ -199,7 +196,7 @@ class Reducer:
         self.delivery.slots = elsewhere
         try:
             self.dirty.update(index for index, gradient in enumerate(gradients) if gradient is not None)
-            self._round = Round(self.rounds, time.perf_counter(), self._count_missing())
+            self._open()
             self._close()
         finally:
             self._slots = self.delivery.slots = mine
@@ -211,7 +208,7 @@ class Reducer:
         """A round on a rank without data: nothing to bring, and no say in the mean unless `counted`."""
         self.drop_gradients()
         self.delivery.weight = 1.0 if counted else 0.0
-        self._round = Round(self.rounds, time.perf_counter(), self._count_missing(), shadow=True)
+        self._open(shadow=True)
         self._close()
 
     def drop_gradients(self) -> None:
@@ -231,16 +228,19 @@ class Reducer:
 
     # --- opening -------------------------------------------------------------------------------
 
-    def _arrived(self, index: int) -> None:
-        opened = self._enter(passed_output=False)
-        if opened is None:
-            return
-        number = self._bucket_of[index]
-        if number < 0:  # no plan yet, or a sparse gradient, which travels at the end
-            return
+    def backward_met(self) -> None:
+        self._enter(passed_output=False)
+
+    def bucket_complete(self, index: int) -> None:
+        assert self._round is not None
+        self._launch_ready(self._round, index)
+
+    def unexpected(self, index: int) -> None:
+        opened = self._round
+        assert opened is not None
         if self._strict and self._arrivals.counts[index] > 1:
             raise strict.ready_twice(self.rank, index, self.specs[index].name)
-        if number < len(opened.launched):
+        if 0 <= self._arrivals.bucket_of[index] < len(opened.launched):
             if self.stepper is not None:
                 raise UnfinishedRoundError(
                     f"rank {self.rank}: '{self.specs[index].name}' received one more gradient after its optimizer had "
@@ -248,11 +248,6 @@ class Reducer:
                     "have its optimizer in backward."
                 )
             opened.late.add(index)
-            return
-        if self._arrivals.counts[index] == self._expected[index]:
-            opened.missing[number] -= 1
-        if opened.missing[len(opened.launched)] == 0:
-            self._launch_ready(opened, index)
 
     def _enter(self, passed_output: bool) -> Round | None:
         """Opens a round, or notes that one more backward, a nested one or its parent, takes part."""
@@ -263,13 +258,14 @@ class Reducer:
             if (self.at_open is not None and not self.at_open(passed_output)) or not self.parameters:
                 self._not_a_round = task
                 return None
-            self._round = Round(self.rounds, time.perf_counter(), self._count_missing())
-            self.phase = Phase.OPEN
+            self._open()
         self._backward.enter()
         return self._round
 
-    def _count_missing(self) -> list[int]:
-        return [sum(self._expected[p.index] > 0 for p in b.plan.places) for b in self.buckets]
+    def _open(self, shadow: bool = False) -> None:
+        self._round = Round(self.rounds, time.perf_counter(), shadow=shadow)
+        self._arrivals.begin_round(len(self.buckets))
+        self.phase = Phase.OPEN
 
     def _share_out(self, index: int) -> None:
         if index not in self.dirty:
@@ -279,11 +275,12 @@ class Reducer:
 
     def _launch_ready(self, opened: Round, arrived: int) -> None:
         last = len(self.buckets) - 1
-        while len(opened.launched) < last and opened.missing[len(opened.launched)] == 0:
-            following = len(opened.launched)
+        self._arrivals.waiting = False
+        while (following := len(opened.launched)) < last and self._arrivals.missing[following] == 0:
             # A user's hook that runs after ours on this parameter wants to see its `.grad`;
             # launching takes it away, so wait for the next arrival.
-            if self._bucket_of[arrived] == following and _torch.other_hooks_follow(self._computing[arrived]):
+            if self._arrivals.bucket_of[arrived] == following and _torch.other_hooks_follow(self._computing[arrived]):
+                self._arrivals.waiting = True
                 return
             self._launch(opened, following)
             opened.overlapped += 1
@@ -376,7 +373,7 @@ class Reducer:
             extra = 2 + len(self.plan.sparse) if number == last else 0
             self.buckets.append(Bucket(planned, self.specs, self._transport, extra))
             for place in planned.places:
-                self._bucket_of[place.index] = number
+                self._arrivals.bucket_of[place.index] = number
 
     def _take_gradient(self, index: int) -> Tensor:
         gradient = self._slots[index].grad
@@ -419,9 +416,6 @@ class Reducer:
         if incomplete:
             self._unfinished = strict.not_all_used(self.rank, opened.number, self._missing(), self._names())
         self.delivery.end_round(weight)
-        for index, count in enumerate(self._arrivals.counts):
-            if count > self._expected[index]:
-                self._expected[index] = count
 
     def _forget_round(self) -> None:
         self._arrivals.forget_round()

@@ -65,8 +65,8 @@ def uneven(engine: Engine, loader: Iterable[T]) -> Iterator[T]:
             batch = found or batch
             if not batch:
                 raise InvalidOptionError(
-                    f"rank {engine.transport.rank}: gradsync.uneven() found no batch at all here, while other ranks have "
-                    "some. A rank that has run out repeats its last batch with weight 0, so it needs at least one."
+                    f"rank {engine.transport.rank}: gradsync.uneven() found no batch at all here, while other ranks "
+                    "have some. A rank that has run out repeats its last batch with weight 0, so it needs at least one."
                 )
             engine.sit_out(not found)
             yield batch[0]
