@@ -619,6 +619,13 @@ def summed(env: Env) -> None:
     env.front(env.x()).square().mean().backward()
 
 
+@case(mlp, options={"reduce": "sum"}, tolerance=1e-11, zero=None)
+def summed_with_autograd_grad_beside(env: Env) -> None:
+    """`autograd.grad` passes the parameters' hooks, but adds nothing to `.grad`."""
+    env.front(env.x()).square().mean().backward()
+    torch.autograd.grad(env.front(env.x()).sum(), list(env.module.parameters()))
+
+
 @case(Branches, options={"reduce": "sum"}, tolerance=1e-11, zero=None)
 def summed_over_several_backwards(env: Env) -> None:
     """What is there already is a sum over all ranks, and must not be summed once more."""

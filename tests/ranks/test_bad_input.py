@@ -332,6 +332,28 @@ def test_frozen_differently(ranks: Ranks, front: str) -> None:
     assert_raised(outcomes, errors.RosterChangedError, r"'bias' exists only on rank 1", "same change on all ranks")
 
 
+def submodule_replaced(front: str, same: bool) -> None:
+    module: Any = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    replica = make(front, module)
+    replica(torch.ones(1, 2)).sum().backward()
+    torch.manual_seed(0 if same else dist.get_rank())
+    module[1] = nn.Linear(2, 2)
+    replica(torch.full((1, 2), dist.get_rank() + 1.0)).sum().backward()
+    assert torch.equal(module[1].bias.grad, torch.ones(2))
+    gradients: list[Any] = [None] * 2
+    dist.all_gather_object(gradients, module[1].weight.grad)
+    assert torch.equal(*gradients)
+
+
+@FRONTS
+def test_a_submodule_replaced_by_another(ranks: Ranks, front: str) -> None:
+    ranks(submodule_replaced, 2, front, True)
+    outcomes = ranks.outcomes(submodule_replaced, 2, front, False)
+    assert_raised(
+        outcomes, errors.RosterChangedError, r"'1.weight' is \[2, 2\] torch.float32 with values", "different values"
+    )
+
+
 def bad_weights(front: str) -> None:
     replica = make(front, nn.Linear(2, 2))
     for weight in (-1.0, float("nan"), float("inf")):

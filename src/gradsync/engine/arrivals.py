@@ -60,9 +60,11 @@ class Arrivals:
         self.waiting = False
         """A complete bucket could not leave at once; the next arrival tells the listener again."""
         # Hooks hold this object weakly: a parameter may outlive its engine, and then they are removed.
-        me = weakref.ref(self)
+        # All share one function: a closure for each costs half a microsecond more an arrival, in cache misses.
+        self.index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
+        hook = _hook(weakref.ref(self))
         handles: list[RemovableHandle]
-        handles = [p.register_post_accumulate_grad_hook(_hook(me, i)) for i, p in enumerate(parameters)]
+        handles = [p.register_post_accumulate_grad_hook(hook) for p in parameters]
         if before is not None:  # told of each arrival before autograd adds to `.grad`
             handles += [p.register_hook(_before_hook(before, i)) for i, p in enumerate(parameters)]
         self.disarm = weakref.finalize(self, _remove, handles)
@@ -89,13 +91,14 @@ class Arrivals:
             self._all_missing = []
 
 
-def _hook(arrivals: weakref.ref[Arrivals], index: int) -> Callable[[Tensor], None]:
+def _hook(arrivals: weakref.ref[Arrivals]) -> Callable[[Tensor], None]:
     current_backward = _torch.current_graph_task
 
-    def arrived(_: Tensor) -> None:
+    def arrived(parameter: Tensor) -> None:
         me = arrivals()
         if me is None:
             return
+        index = me.index_of[id(parameter)]
         me.dirty.add(index)
         if me.listener is None:
             return

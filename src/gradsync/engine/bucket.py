@@ -38,8 +38,10 @@ class Bucket:
 
     def write_tail(self, used: Sequence[bool], extra: Sequence[bool] = ()) -> None:
         """Fills the tail with what this rank has to say."""
-        if all(used) and all(extra):
+        if all(used):  # the usual case, without a list of ones
             self.tail.fill_(1)
+            if extra:
+                self.tail[len(used) + 1 :] = torch.tensor(extra, dtype=torch.float32)
         else:
             self.tail.copy_(torch.tensor([*used, True, *extra], dtype=torch.float32))
 

@@ -199,6 +199,7 @@ class Delivery:
         """A second pass for gradients that arrived after their bucket had left; adds them to the result."""
         for plan in plans:
             bucket = Bucket(plan, self._specs, self._transport)
+            bucket.data.zero_()
             used = [place.index in late for place in plan.places]
             fill(
                 [view for view, is_used in zip(bucket.views, used, strict=True) if is_used],

@@ -260,11 +260,12 @@ class Engine:
     def _agree_on_change(self) -> None:
         """Managed parameters are others than before: if all ranks say the same, the reducer gets the new ones."""
         before = self.roster.describe()
-        self.roster.refresh(self.transport.rank)
+        replaced = self.roster.refresh(self.transport.rank)
+        now = self.roster.describe(with_values=replaced)
         self._generation += 1
         topic = f"roster/{self._serial}/{self._generation}"
         try:
-            described = self.transport.agree(topic, self.roster.describe())
+            described = self.transport.agree(topic, now)
         except TimeoutError as silent:
             raise RosterChangedError(
                 f"rank {self.transport.rank}: parameters were frozen, unfrozen, converted or replaced here, but "
@@ -273,9 +274,10 @@ class Engine:
             ) from None
         if len(set(described)) > 1:
             other = next(rank for rank, text in enumerate(described) if text != described[0])
+            differences = list_differences(described[0], described[other], f"on rank {other}")
             raise RosterChangedError(
                 f"rank {self.transport.rank}: parameters were frozen, unfrozen, converted or replaced in different "
-                f"ways on different ranks:\n{list_differences(described[0], described[other], f'on rank {other}')}\n"
+                f"ways, or by different values, on different ranks:\n{differences}\n"
                 "Make the same change on all ranks."
             )
         self._claim()

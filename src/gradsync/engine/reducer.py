@@ -268,7 +268,7 @@ class Reducer:
         self.phase = Phase.OPEN
 
     def _share_out(self, index: int) -> None:
-        if index not in self.dirty:
+        if index not in self.dirty and _torch.will_accumulate(self._computing[index]):
             self.delivery.share_out(index)
 
     # --- during backward -----------------------------------------------------------------------

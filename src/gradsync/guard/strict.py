@@ -6,7 +6,10 @@ from collections.abc import Sequence
 
 from gradsync.errors import UnfinishedRoundError
 
-_CURE = "find_unused_parameters=False was given, which makes this an error; leave the argument out"
+_CURE = (
+    "find_unused_parameters=False was given, which makes this an error; leave the argument out (as good as passing the "
+    "keyword argument `find_unused_parameters=True`)"
+)
 
 
 def not_all_used(rank: int, round: int, missing: Sequence[int], names: Sequence[str]) -> UnfinishedRoundError:
@@ -19,7 +22,9 @@ def not_all_used(rank: int, round: int, missing: Sequence[int], names: Sequence[
         )
     return UnfinishedRoundError(
         "Expected to have finished reduction in the prior iteration before starting a new one. "
-        f"{which} (round {round}). {_CURE} and parameters may be used or not."
+        f"{which} (round {round}). {_CURE} and parameters may be used or not, or see to it that all "
+        "`forward` function outputs participate in calculating loss. No need to set the environment variable "
+        "TORCH_DISTRIBUTED_DEBUG to either INFO or DETAIL: these are all the names."
     )
 
 

@@ -37,7 +37,7 @@ class Transport(Protocol):
     size: int
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for a bucket, of zeros, from which this transport reduces best."""
+        """Memory for a bucket, with anything in it, from which this transport reduces best."""
 
     def reduce(self, buffer: Tensor, scale: float) -> Work:
         """Starts replacing `buffer` on every rank by the sum over the ranks of `scale * buffer`.

@@ -28,7 +28,7 @@ class ProcessGroupTransport:
         self.size = dist.get_world_size(group)
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.zeros(numel, dtype=dtype, device=device)
+        return torch.empty(numel, dtype=dtype, device=device)
 
     def reduce(self, buffer: Tensor, scale: float) -> Work:
         # Scaled before the sum, not after: a sum of float16 gradients overflows easily.
