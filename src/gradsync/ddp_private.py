@@ -156,6 +156,11 @@ class TorchPrivate:
         """A few methods of torch's reducer, for those who look."""
         return ReducerView(self._engine)
 
+    @property
+    def _has_rebuilt_buckets(self) -> bool:
+        """Whether a round has passed: from then on buckets are what they will be."""
+        return self._engine.reducer.rounds > 0
+
     # --- communication -----------------------------------------------------------------------------
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -191,6 +192,19 @@ def bad_hooks(front: str) -> None:
 @FRONTS
 def test_bad_hooks(ranks: Ranks, front: str) -> None:
     ranks(bad_hooks, 2, front)
+
+
+def never_completes(front: str) -> None:
+    replica = make(front, build(), process_group=dist.new_group(timeout=timedelta(seconds=1)))
+    replica.register_comm_hook(None, lambda state, bucket: torch.futures.Future())
+    rank = dist.get_rank()
+    with pytest.raises(HookError, match=rf"rank {rank}: .*did not complete within 1 s"):
+        replica(batch(0)).sum().backward()
+
+
+@FRONTS
+def test_a_hook_that_never_completes(ranks: Ranks, front: str) -> None:
+    ranks(never_completes, 2, front)
 
 
 def hook_state_pickles() -> None:

@@ -32,6 +32,9 @@ class Listener(Protocol):
     def unexpected(self, index: int) -> None:
         """A parameter arrived more often than ever before."""
 
+    def large_arrived(self, index: int) -> None:
+        """One whose gradient takes so much memory that it should not wait for its bucket."""
+
 
 class Arrivals:
     """Counts arrivals for the running round, and remembers what was never synchronised.
@@ -54,6 +57,7 @@ class Arrivals:
         """How often each parameter arrived in the round in which it did so most often."""
         self.bucket_of = [-1] * len(parameters)
         """-1: no plan yet, or a sparse gradient, which needs no bucket."""
+        self.large: set[int] = set()
         self.missing: list[int] = [0]
         """For each bucket how many parameters have yet to arrive; one more at the end for bucket -1."""
         self._all_missing: list[int] = []
@@ -110,6 +114,8 @@ def _hook(arrivals: weakref.ref[Arrivals]) -> Callable[[Tensor], None]:
         me.counts[index] = count
         if count == 1:
             me.order.append(index)
+        if index in me.large:
+            me.listener.large_arrived(index)
         if count == me.expected[index]:
             number = me.bucket_of[index]
             me.missing[number] -= 1

@@ -81,6 +81,15 @@ class Delivery:
             return InFlight(bucket, self._launch_hook(bucket, number, last), used, held)
         return InFlight(bucket, self._transport.reduce(bucket.buffer, self._scale()), used, held)
 
+    @torch.no_grad()
+    def bring(self, bucket: Bucket, index: int) -> None:
+        """Brings one gradient to its place before its bucket is complete. Later arrivals add to it there."""
+        slot, view = self.slots[index], bucket.views[bucket.indices.index(index)]
+        gradient = slot.grad
+        if gradient is not None and gradient is not view and gradient.layout is torch.strided:
+            view.copy_(gradient)
+            slot.grad = view
+
     def _slots_of(self, bucket: Bucket) -> list[HasGrad]:
         slots = self.slots
         return [slots[index] for index in bucket.indices]
@@ -95,7 +104,7 @@ class Delivery:
         parameters = [self._computing[place.index] for place in bucket.plan.places]
         seen = GradBucket(bucket.data, bucket.views, parameters, number, last)
         tail = self._transport.reduce(bucket.tail, self._scale())
-        self._latest_hook = comm_hook.launch(hook, state, seen, tail, self._transport.rank)
+        self._latest_hook = comm_hook.launch(hook, state, seen, tail, self._transport.rank, self._transport.limit)
         return self._latest_hook
 
     @property

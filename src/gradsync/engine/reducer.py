@@ -42,6 +42,9 @@ from gradsync.hooks.optimizer_overlap import Stepper
 from gradsync.options import Options
 from gradsync.transport.base import Transport
 
+# A gradient of so many bytes is brought into its bucket at once, so that it exists once, not twice.
+LARGE = 256 * 1024
+
 
 class Phase(Enum):
     IDLE = auto()  # between rounds
@@ -249,6 +252,12 @@ class Reducer:
                 )
             opened.late.add(index)
 
+    def large_arrived(self, index: int) -> None:
+        opened = self._round
+        number = self._arrivals.bucket_of[index]
+        if opened is not None and number >= len(opened.launched):
+            self.delivery.bring(self.buckets[number], index)
+
     def _enter(self, passed_output: bool) -> Round | None:
         """Opens a round, or notes that one more backward, a nested one or its parent, takes part."""
         if self._round is None:
@@ -374,6 +383,9 @@ class Reducer:
             self.buckets.append(Bucket(planned, self.specs, self._transport, extra))
             for place in planned.places:
                 self._arrivals.bucket_of[place.index] = number
+        if self.options.gradient_as_bucket_view:
+            large = (i for i, spec in enumerate(self.specs) if spec.nbytes >= LARGE and not spec.sparse)
+            self._arrivals.large = {index for index in large if self._slots[index] is self._computing[index]}
 
     def _take_gradient(self, index: int) -> Tensor:
         gradient = self._slots[index].grad

@@ -8,6 +8,7 @@ they are, not divided; what the future brings replaces them as it is.
 from __future__ import annotations
 
 import inspect
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -67,11 +68,26 @@ class HookWork:
     tail: Any  # Work
     rank: int
     name: str
+    limit: float  # seconds
+
+    def _wait_within_limit(self) -> None:
+        """A future has no time limit of its own, and one that nobody completes would be waited for for ever."""
+        began, pause = time.monotonic(), 0.0001
+        while not self.future.done():
+            if time.monotonic() - began > self.limit:
+                raise HookError(
+                    f"rank {self.rank}: communication hook '{self.name}' returned a future that did not complete "
+                    f"within {self.limit:g} s, the time limit of the process group. Complete it on every path, or "
+                    "give init_process_group a longer timeout."
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, 0.005)
 
     def done(self) -> bool:
         return bool(self.future.done() and self.tail.done())
 
     def wait(self) -> None:
+        self._wait_within_limit()
         result = self.future.wait()
         if isinstance(result, (list, tuple)) and len(result) == 1:
             result = result[0]
@@ -86,7 +102,7 @@ class HookWork:
         self.tail.wait()
 
 
-def launch(hook: Hook, state: object, bucket: GradBucket, tail: Any, rank: int) -> HookWork:
+def launch(hook: Hook, state: object, bucket: GradBucket, tail: Any, rank: int, limit: float) -> HookWork:
     """Calls the hook for one bucket."""
     data = bucket.buffer()  # a hook may set another buffer, of another dtype, to travel
     future = hook(state, bucket)
@@ -96,7 +112,7 @@ def launch(hook: Hook, state: object, bucket: GradBucket, tail: Any, rank: int) 
             f"{type(future).__name__} from hook '{name_of(hook)}' on rank {rank}. Return for example "
             "dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda f: f.value()[0] / world_size)."
         )
-    return HookWork(future, data, tail, rank, name_of(hook))
+    return HookWork(future, data, tail, rank, name_of(hook), limit)
 
 
 def check_hook(hook: object) -> None:

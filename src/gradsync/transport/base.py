@@ -35,6 +35,8 @@ class Transport(Protocol):
     name: str
     rank: int
     size: int
+    limit: float
+    """Seconds that a collective may take."""
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for a bucket, with anything in it, from which this transport reduces best."""

@@ -26,6 +26,7 @@ class ProcessGroupTransport:
         self.group = group
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
+        self.limit = _torch.timeout_of(group).total_seconds()
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(numel, dtype=dtype, device=device)
