@@ -53,10 +53,15 @@ class Bucket:
         """For each place, how much weight the ranks that had a gradient for it have together."""
         return self._slots(0, len(self.plan.places))
 
+    @property
+    def weight(self) -> Tensor:
+        """The sum of all ranks' scales, where it is."""
+        slot = self.tail[len(self.plan.places)]
+        return slot.real if slot.is_complex() else slot
+
     def read_weight(self) -> float:
-        """The sum of all ranks' scales."""
-        at = len(self.plan.places)
-        return self._slots(at, at + 1)[0]
+        """The same as a number; on a GPU this waits for the reduction."""
+        return self.weight.item()
 
     def read_extra(self) -> list[bool]:
         """For each extra slot, whether any rank set it."""

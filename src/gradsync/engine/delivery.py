@@ -185,6 +185,10 @@ class Delivery:
 
     def _divide(self, bucket: Bucket) -> None:
         """Makes a weighted sum a mean. With equal weights it is one already."""
+        if self._mean and self.divisor is None and bucket.plan.device.type != "cpu":
+            # On the device, without asking: reading the weight would make the host wait for the reduction.
+            bucket.data.div_(bucket.weight.clamp_min(torch.finfo(bucket.plan.dtype).tiny))
+            return
         weight = self.total_weight(bucket)
         if weight <= 0:
             bucket.data.zero_()
