@@ -22,8 +22,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from enum import Enum, auto
 
 import torch
 from torch import Tensor
@@ -32,9 +30,10 @@ from gradsync import _torch
 from gradsync.engine.arrivals import Arrivals
 from gradsync.engine.backward import Backward, accumulates
 from gradsync.engine.bucket import Bucket
-from gradsync.engine.delivery import Delivery, InFlight
+from gradsync.engine.delivery import Delivery
 from gradsync.engine.plan import Plan, delay, make_plan
 from gradsync.engine.roster import HasGrad, Held, Managed
+from gradsync.engine.round import Phase, Round
 from gradsync.errors import UnfinishedRoundError
 from gradsync.events import BucketLaunched, Recorder, RoundClosed
 from gradsync.guard import strict
@@ -44,29 +43,6 @@ from gradsync.transport.base import Transport
 
 # A gradient of so many bytes is brought into its bucket at once, so that it exists once, not twice.
 LARGE = 256 * 1024
-
-
-class Phase(Enum):
-    IDLE = auto()  # between rounds
-    OPEN = auto()  # backward runs
-    CLOSING = auto()  # backward ended, gradients are being delivered
-
-
-@dataclass
-class Round:
-    """What is known of the round under way."""
-
-    number: int
-    opened_at: float
-    launched: list[InFlight] = field(default_factory=list)  # a prefix of the plan
-    late: set[int] = field(default_factory=set)
-    delivered: int = 0  # how many of those launched
-    first_launch_at: float = 0.0
-    reduced_at: float = 0.0
-    waited: float = 0.0  # seconds
-    overlapped: int = 0
-    shadow: bool = False  # on a rank without data
-    corrected: bool = False
 
 
 class Reducer:

@@ -1,0 +1,42 @@
+"""A small model and what goes with it, for tests of single features."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import gradsync
+
+FRONTS = pytest.mark.parametrize("front", ["replicate", "DistributedDataParallel"])
+
+
+def build() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def make(front: str, module: nn.Module, **options: Any) -> Any:
+    return getattr(gradsync, front)(module, **{"bucket_cap_mb": 0.0001, **options})
+
+
+def batch(part: int, step: int = 0) -> Tensor:
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(step * 16 + part))
+
+
+def mean_gradients(module: nn.Module, step: int = 0, parts: int = 2, divisor: float | None = None) -> list[Tensor]:
+    plain = copy.deepcopy(module)
+    plain.zero_grad()
+    for part in range(parts):
+        (plain(batch(part, step)).square().mean() / (divisor or parts)).backward()
+    return [p.grad for p in plain.parameters() if p.grad is not None]
+
+
+def same_everywhere(module: nn.Module) -> None:
+    prints: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(prints, gradsync.fingerprint(module))
+    assert len(set(prints)) == 1
