@@ -121,6 +121,27 @@ def store_of(group: dist.ProcessGroup) -> Store:
     return store
 
 
+def knows(group: dist.ProcessGroup) -> bool:
+    """Whether c10d made the group; one written in Python may have been made without it."""
+    return group in distributed_c10d._world.pg_map
+
+
+def twin_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Another group of the same ranks and backend; only those ranks take part in making it."""
+    made: dist.ProcessGroup = dist.new_group(
+        dist.get_process_group_ranks(group),
+        timeout=timeout_of(group),
+        backend=str(dist.get_backend_config(group)),
+        use_local_synchronization=True,
+    )
+    return made
+
+
+def destroy_group(group: dist.ProcessGroup) -> None:
+    if dist.is_initialized() and knows(group):
+        dist.destroy_process_group(group)
+
+
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
     """How long the group's collectives may take (2.13: an option of the backend, not of the group)."""
     for device in device_types(group):

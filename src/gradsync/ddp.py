@@ -139,7 +139,8 @@ class DistributedDataParallel(TorchPrivate, Replica, nn.Module, Joinable):
         self.process_group = group
         ignored = frozenset(self.parameters_to_ignore)
         form = None if self.mixed_precision is None else self.mixed_precision.form()
-        engine = Engine([self.module], ProcessGroupTransport(group), options, ignored, form)
+        transport = ProcessGroupTransport(group, own=options.init_sync != "none")
+        engine = Engine([self.module], transport, options, ignored, form)
         engine.spares_evaluation = True
         contract.enrol(self, API, engine)
         # The wrapped module may live on without us, and must then be an ordinary module again.
@@ -257,6 +258,7 @@ class DistributedDataParallel(TorchPrivate, Replica, nn.Module, Joinable):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Loads keys with the prefix `module.`, as this class saves them, and without it."""
+        self._engine.roster.faces.to_registered()
         own = set(self.state_dict().keys())
         prefixed = {PREFIX + key: value for key, value in state_dict.items()}
         if len(own & prefixed.keys()) > len(own & state_dict.keys()):

@@ -48,6 +48,15 @@ class ReplicateModule(Setters, Replica, contract.ComposableModule, nn.Module):
         self._engine.roster.faces.to_registered()
         return super().state_dict(*args, **kwargs)
 
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Into what is registered, also after a forward whose backward never came."""
+        self._engine.roster.faces.to_registered()
+        super()._load_from_state_dict(*args, **kwargs)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
+        self._engine.roster.faces.to_registered()
+        return super().requires_grad_(requires_grad)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Also between forward and backward, when the registered parameters are not in the module."""
         super().zero_grad(set_to_none)
@@ -121,7 +130,8 @@ def replicate(
             for name, parameter in one.named_parameters():
                 check_replicated(name, parameter, form.mesh)
     _check_unowned(modules, ignored)
-    engine = Engine(modules, ProcessGroupTransport(group), checked, ignored, form)
+    transport = ProcessGroupTransport(group, own=checked.init_sync != "none")
+    engine = Engine(modules, transport, checked, ignored, form)
     engine.input_device = device if device is not None and device.type != "cpu" else None
     _attach(modules, engine)
     return module

@@ -23,6 +23,10 @@ from gradsync import _torch
 class Listener(Protocol):
     """The reducer, as seen from here. `index` is always the parameter that just arrived."""
 
+    @property
+    def arrivals(self) -> Arrivals:
+        """The one it listens to now."""
+
     def backward_met(self) -> None:
         """A backward that is not part of the round yet; the round may open, or not."""
 
@@ -104,25 +108,32 @@ def _hook(arrivals: weakref.ref[Arrivals]) -> Callable[[Tensor], None]:
             return
         index = me.index_of[id(parameter)]
         me.dirty.add(index)
-        if me.listener is None:
+        listener = me.listener
+        if listener is None:
             return
         if current_backward() not in me.backwards:
-            me.listener.backward_met()
+            listener.backward_met()
             if current_backward() not in me.backwards:
                 return
+            if listener.arrivals is not me:  # the managed parameters were replaced
+                me = listener.arrivals
+                if id(parameter) not in me.index_of:
+                    return
+                index = me.index_of[id(parameter)]
+                me.dirty.add(index)
         count = me.counts[index] + 1
         me.counts[index] = count
         if count == 1:
             me.order.append(index)
         if index in me.large:
-            me.listener.large_arrived(index)
+            listener.large_arrived(index)
         if count == me.expected[index]:
             number = me.bucket_of[index]
             me.missing[number] -= 1
             if me.waiting or not me.missing[number]:
-                me.listener.bucket_complete(index)
+                listener.bucket_complete(index)
         elif count > me.expected[index]:
-            me.listener.unexpected(index)
+            listener.unexpected(index)
 
     return arrived
 

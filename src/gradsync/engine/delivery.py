@@ -20,6 +20,8 @@ from gradsync.hooks.comm_hook import GradBucket, Hook
 from gradsync.options import Options
 from gradsync.transport.base import Transport, Work
 
+_FINE = 2**20  # a weight of one, as an integer
+
 
 @dataclass(frozen=True)
 class InFlight:
@@ -51,7 +53,7 @@ class Delivery:
         self.after_reduce: Callable[[Tensor], None] | None = None
         """Called with each bucket's reduced gradients, flat, before they are delivered."""
         self._as_view = options.gradient_as_bucket_view
-        self._weight_unit = 1.0  # the ranks' mean weight in the latest round
+        self.weight_unit = 1.0  # the ranks' mean weight in the latest round
 
     # --- there -----------------------------------------------------------------------------------
 
@@ -130,7 +132,7 @@ class Delivery:
     def _scale(self) -> float:
         if self.divisor is not None:
             return 1 / self.divisor
-        return self.weight / (self._weight_unit * self._transport.size) if self._mean else 1.0
+        return self.weight / (self.weight_unit * self._transport.size) if self._mean else 1.0
 
     # --- and back --------------------------------------------------------------------------------
 
@@ -173,10 +175,17 @@ class Delivery:
         rounding = self._transport.size * torch.finfo(bucket.plan.dtype).eps
         return 1.0 if abs(weight - 1) <= rounding else weight
 
+    def measure_weights(self) -> None:
+        """Before the first reduction: weights such as numbers of tokens would overflow a float16 bucket."""
+        rows = self._transport.gather([round(self.weight * _FINE)])
+        mean = sum(row[0] for row in rows) / len(rows) / _FINE
+        if self._mean and mean > 0:
+            self.weight_unit = mean
+
     def end_round(self, total_weight: float) -> None:
         """The next round's weights are measured in units of this one's mean, so that they are near 1."""
         if total_weight > 0:
-            self._weight_unit *= total_weight
+            self.weight_unit *= total_weight
 
     def forget_round(self) -> None:
         """The round is over, well or not."""

@@ -36,6 +36,10 @@ from gradsync.options import Options
 from gradsync.transport.base import Transport
 
 _serials = itertools.count()
+_HOOK_DECIDES = (
+    "weights, and gradsync.uneven(), don't go together with a communication hook: the hook alone decides what becomes "
+    "of the gradients. Weigh them in the hook, or use torch's Join."
+)
 # Which engine has a parameter. Two that reduce the same gradient would take it from each other.
 _owners: MutableMapping[Tensor, weakref.ref[Engine]] = WeakTensorKeyDictionary()
 
@@ -79,6 +83,7 @@ class Engine:
         self._generation = 0
         self._start()
         self.reducer = Reducer(self.roster.managed(), transport, options)
+        self.reducer.serial = self._serial
         self.recorders: list[Recorder] = [self.statistics.record]
         self.reducer.recorder = self._record
         self.reducer.at_open = self._round_opens
@@ -174,10 +179,14 @@ class Engine:
         if self.options.reduce != "mean":
             raise InvalidOptionError(f"weights are for reduce='mean'; here it is {self.options.reduce!r}")
         delivery = self.reducer.delivery
+        if delivery.hook is not None:
+            raise InvalidOptionError(_HOOK_DECIDES)
         delivery.weight = float(weight) if delivery.usual_weight else 0.0
 
     def sit_out(self, flag: bool | None) -> None:
         """Inside `gradsync.uneven`: whether this rank has run out of data, and counts for nothing. None: outside."""
+        if flag is not None and self.reducer.delivery.hook is not None:
+            raise InvalidOptionError(_HOOK_DECIDES)
         self.buffers.joined = flag
         self.reducer.delivery.usual_weight = self.reducer.delivery.weight = 0.0 if flag else 1.0
 

@@ -21,7 +21,9 @@ from __future__ import annotations
 
 import contextlib
 import time
+import weakref
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -45,11 +47,22 @@ from gradsync.transport.base import Transport
 LARGE = 256 * 1024
 
 
+_open_rounds: weakref.WeakSet[Reducer] = weakref.WeakSet()
+
+
+def _in_this_backward(closing: Reducer) -> set[Reducer]:
+    """The reducer that closes, and those with a round in the same backward."""
+    task = _torch.current_graph_task()
+    return {closing} | {reducer for reducer in _open_rounds if task in reducer._backward.met}
+
+
 class Reducer:
     """Runs the rounds of one list of managed parameters."""
 
     def __init__(self, managed: Sequence[Managed], transport: Transport, options: Options) -> None:
         self.phase = Phase.IDLE
+        self.serial = 0
+        """Orders the replicated modules of a process, alike on all ranks."""
         self.rounds = 0
         self.recorder: Recorder | None = None
         self.at_open: Callable[[bool], bool] | None = None
@@ -66,7 +79,9 @@ class Reducer:
         self._unfinished: UnfinishedRoundError | None = None
         self._backward = Backward(at_end=self._close)
         self._managed: list[Managed] = []
+        self._ever: set[int] = set()  # ids of all parameters that were managed at any time
         self._begin_with(managed)
+        self._ever = {id(one.parameter) for one in managed}
         self.synchronise(True)
 
     def _begin_with(self, managed: Sequence[Managed]) -> None:
@@ -87,6 +102,7 @@ class Reducer:
             before = self.delivery
             made.divisor, made.hook, made.after_reduce = before.divisor, before.hook, before.after_reduce
             made.usual_weight, made.weight = before.usual_weight, before.weight
+            made.weight_unit = before.weight_unit
         self._managed = list(managed)
         return made
 
@@ -142,7 +158,7 @@ class Reducer:
 
     def replace(self, managed: Sequence[Managed]) -> None:
         """Goes on with other parameters, or with the same ones changed; learns them anew."""
-        known = {id(parameter) for parameter in self.parameters}
+        known = self._ever
         dirty = {id(self.parameters[index]) for index in self.dirty}
         synchronising = self.synchronising
         self._arrivals.disarm()
@@ -150,9 +166,11 @@ class Reducer:
         self.synchronise(synchronising)
         # A parameter that nobody listened to until now may have a gradient that nobody saw arrive.
         for index, one in enumerate(managed):
+            # (One that was frozen in between has what an earlier round left.)
             seen = id(one.parameter) in dirty or id(one.parameter) not in known
             if seen and one.slot.grad is not None:
                 self.dirty.add(index)
+        self._ever |= {id(one.parameter) for one in managed}
 
     def divide_by(self, divisor: float) -> None:
         """From the next round on a gradient is the sum over the ranks divided by `divisor`."""
@@ -205,6 +223,10 @@ class Reducer:
         """Takes the hooks off the parameters."""
         self._arrivals.disarm()
 
+    @property
+    def arrivals(self) -> Arrivals:
+        return self._arrivals
+
     # --- opening -------------------------------------------------------------------------------
 
     def backward_met(self) -> None:
@@ -251,6 +273,7 @@ class Reducer:
         self._round = Round(self.rounds, time.perf_counter(), shadow=shadow)
         self._arrivals.begin_round(len(self.buckets))
         self.phase = Phase.OPEN
+        _open_rounds.add(self)
 
     def _share_out(self, index: int) -> None:
         if index not in self.dirty and _torch.will_accumulate(self._computing[index]):
@@ -308,14 +331,15 @@ class Reducer:
     def _close(self) -> None:
         opened = self._round
         assert opened is not None
-        self.phase = Phase.CLOSING
         ended_at = time.perf_counter()
         try:
-            if self.plan is None:
-                self._make_plan()
-            late = {index: self._take_gradient(index) for index in sorted(opened.late)}
-            self._reduce_rest(opened, late=bool(late))
-            self._finish(opened, late)
+            # All rounds of this backward first launch what they have left, in the same order on all ranks: waiting
+            # for one while another rank waits for a second one would be for ever.
+            for reducer in sorted(_in_this_backward(self), key=attrgetter("serial")):
+                reducer._launch_rest()
+            while opened.delivered < len(opened.launched):
+                self._deliver_next(opened)
+            self._finish(opened)
             if self.at_close is not None:
                 self.at_close()
             self._arrivals.synchronised()
@@ -353,6 +377,7 @@ class Reducer:
         length, *order = message.tolist()
         order = delay(order[:length], self.specs, self.options.delayed, self.options.delayed_until)
         self.plan = make_plan(self.specs, order, self.options.bucket_caps)
+        self.delivery.measure_weights()
         last = len(self.plan.buckets) - 1
         for number, planned in enumerate(self.plan.buckets):
             extra = 2 + len(self.plan.sparse) if number == last else 0
@@ -373,22 +398,28 @@ class Reducer:
         self._slots[index].grad = None
         return gradient
 
-    def _reduce_rest(self, opened: Round, late: bool) -> None:
-        """Launches what is left, then waits for each bucket and delivers it."""
+    def _launch_rest(self) -> None:
+        """At the end of backward: launches what has not left yet, the last bucket with what concerns the round."""
+        opened = self._round
+        assert opened is not None
+        if self.phase is Phase.CLOSING:
+            return
+        self.phase = Phase.CLOSING
+        if self.plan is None:
+            self._make_plan()
         assert self.plan is not None
+        opened.late_gradients = {index: self._take_gradient(index) for index in sorted(opened.late)}
         last = len(self.buckets) - 1
         for number in range(len(opened.launched), last):
             self._launch(opened, number)
         sparse_used = [self._has_gradient(index) for index in self.plan.sparse]
         incomplete = self._strict and not opened.shadow and bool(self._missing())
-        self._launch(opened, last, extra=[late, incomplete, *sparse_used])
-        while opened.delivered < len(opened.launched):
-            self._deliver_next(opened)
+        self._launch(opened, last, extra=[bool(opened.late_gradients), incomplete, *sparse_used])
 
     def _has_gradient(self, index: int) -> bool:
         return index in self.dirty and self._slots[index].grad is not None
 
-    def _finish(self, opened: Round, late: dict[int, Tensor]) -> None:
+    def _finish(self, opened: Round) -> None:
         """Sparse gradients, and the second pass if any rank asked for one."""
         assert self.plan is not None
         last = opened.launched[-1].bucket
@@ -400,12 +431,13 @@ class Reducer:
             elif index in self.dirty:  # by ranks of no weight: as if nobody had
                 self._slots[index].grad = None
         if opened.corrected:
-            self.delivery.carry_late(self.plan.buckets, late)
+            self.delivery.carry_late(self.plan.buckets, opened.late_gradients)
         if incomplete:
             self._unfinished = strict.not_all_used(self.rank, opened.number, self._missing(), self._names())
         self.delivery.end_round(weight)
 
     def _forget_round(self) -> None:
+        _open_rounds.discard(self)
         self._arrivals.forget_round()
         self._backward.forget()
         self._round = None

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from torch import Tensor
+
 from gradsync.engine.delivery import InFlight
 
 
@@ -22,6 +24,7 @@ class Round:
     opened_at: float
     launched: list[InFlight] = field(default_factory=list)  # a prefix of the plan
     late: set[int] = field(default_factory=set)
+    late_gradients: dict[int, Tensor] = field(default_factory=dict)
     delivered: int = 0  # how many of those launched
     first_launch_at: float = 0.0
     reduced_at: float = 0.0

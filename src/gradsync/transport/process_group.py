@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,7 +23,15 @@ class ProcessGroupTransport:
 
     name = "process_group"
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, own: bool = True) -> None:
+        """`own`: over a group of its own with the same ranks, which all of them make now.
+
+        A group matches collectives by the order in which each rank starts them. Two replicated modules, or a
+        model with collectives in its own backward, may start theirs in different orders on different ranks.
+        """
+        if own and dist.get_world_size(group) > 1 and _torch.knows(group):
+            group = _torch.twin_of(group)
+            weakref.finalize(self, _torch.destroy_group, group).atexit = False
         self.group = group
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
