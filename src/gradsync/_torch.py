@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -42,6 +43,19 @@ def current_node() -> Node | None:
     """
     node: Node | None = torch._C._current_autograd_node()
     return node
+
+
+def inside_another_backward() -> bool:
+    """Whether the backward that runs in this thread was started by a node of another one, as reentrant checkpoints do.
+
+    Told by the Python frames of this thread: there is one of torch's for each backward that it has started (2.13:
+    `torch.autograd.graph._engine_run_backward`). A thread of autograd's own, for a GPU, has started none itself.
+    """
+    starts, frame = 0, sys._getframe()
+    while frame is not None:
+        starts += frame.f_code.co_name == "_engine_run_backward"
+        frame = frame.f_back  # type: ignore[assignment]
+    return starts > (0 if threading.get_ident() not in threading._active else 1)
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:

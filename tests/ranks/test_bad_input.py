@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from datetime import timedelta
 from typing import Any
@@ -258,6 +259,34 @@ def failing_backward(front: str) -> None:
 @FRONTS
 def test_training_goes_on_after_a_backward_that_raised(ranks: Ranks, front: str) -> None:
     ranks(failing_backward, 2, front)
+
+
+def failing_backward_then_another(front: str) -> None:
+    """Two forwards, the first one's backward raises after buckets have left, the second one's follows at once."""
+    torch.manual_seed(0)
+    module: Any = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2), nn.Linear(2, 2)).double()
+    oracle = copy.deepcopy(module)
+    replica = make(front, module, bucket_cap_mb=0.00001)
+    rank = dist.get_rank()
+    for step in range(4):
+        xs = [torch.full((1, 2), float(part + step), dtype=torch.float64) for part in range(2)]
+        bad = module[3](module[2](Fails.apply(torch.tanh(module[0](xs[rank])))))
+        good = replica(xs[rank]).square().sum()
+        if step >= 2:
+            with pytest.raises(ValueError, match="out of memory"):
+                bad.sum().backward()
+        module.zero_grad()
+        oracle.zero_grad()
+        good.backward()
+        for x in xs:
+            (oracle(x).square().sum() / 2).backward()
+        for found, wanted in zip(module.parameters(), oracle.parameters(), strict=True):
+            torch.testing.assert_close(found.grad, wanted.grad)
+
+
+@FRONTS
+def test_another_backward_right_after_one_that_raised(ranks: Ranks, front: str) -> None:
+    ranks(failing_backward_then_another, 2, front)
 
 
 class Half(nn.Module):

@@ -34,6 +34,10 @@ class Backward:
         _torch.at_end_of_backward(lambda: self._ended(task))
         return True
 
+    def died(self) -> bool:
+        """Whether what was followed has raised: another backward runs, which nobody of those met has started."""
+        return bool(self.met) and _torch.current_graph_task() not in self.met and not _torch.inside_another_backward()
+
     def forget(self) -> None:
         """Ends following; callbacks that still come are ignored."""
         self.met.clear()

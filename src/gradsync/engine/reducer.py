@@ -142,14 +142,18 @@ class Reducer:
     def forward_begins(self) -> None:
         """Ends what an earlier backward left: forgets a round whose backward raised; reports what was strict."""
         self._forward_at = time.perf_counter()
+        self._abandon()
+        if self._unfinished is not None:
+            unfinished, self._unfinished = self._unfinished, None
+            raise unfinished
+
+    def _abandon(self) -> None:
+        """Forgets a round whose backward raised, after what it had launched has come home."""
         if self._round is not None:
             for flight in self._round.launched:
                 with contextlib.suppress(Exception):  # whatever it was, backward raised it
                     flight.work.wait()
             self._forget_round()
-        if self._unfinished is not None:
-            unfinished, self._unfinished = self._unfinished, None
-            raise unfinished
 
     def output_reached(self) -> None:
         """Backward came to an output of the module: the first sign of a round."""
@@ -258,6 +262,8 @@ class Reducer:
 
     def _enter(self, passed_output: bool) -> Round | None:
         """Opens a round, or notes that one more backward, a nested one or its parent, takes part."""
+        if self._round is not None and self._backward.died():
+            self._abandon()
         if self._round is None:
             task = _torch.current_graph_task()
             if task == self._not_a_round:
