@@ -141,19 +141,13 @@ def knows(group: dist.ProcessGroup) -> bool:
 
 
 def twin_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Another group of the same ranks and backend; only those ranks take part in making it."""
+    """Another group of all ranks, with the same backend; all of them take part in making it."""
     made: dist.ProcessGroup = dist.new_group(
         dist.get_process_group_ranks(group),
         timeout=timeout_of(group),
         backend=str(dist.get_backend_config(group)),
-        use_local_synchronization=True,
     )
     return made
-
-
-def destroy_group(group: dist.ProcessGroup) -> None:
-    if dist.is_initialized() and knows(group):
-        dist.destroy_process_group(group)
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:

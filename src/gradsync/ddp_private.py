@@ -176,7 +176,7 @@ class TorchPrivate:
         if dist.get_rank(new_process_group) < 0:
             return
         self.process_group = new_process_group
-        self._engine.change_transport(ProcessGroupTransport(new_process_group))
+        self._engine.change_transport(ProcessGroupTransport(new_process_group, own=False))
 
     @property
     def _authoritative_rank(self) -> int:

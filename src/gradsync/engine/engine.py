@@ -260,7 +260,7 @@ class Engine:
 
     def _round_opens(self, passed_output: bool) -> bool:
         """Whether a backward that begins is a round; sees to changed parameters before it is."""
-        if self.spares_evaluation and not passed_output and not self.module.training:
+        if self._superseded or (self.spares_evaluation and not passed_output and not self.module.training):
             return False
         if self.roster.changed():
             self._agree_on_change()

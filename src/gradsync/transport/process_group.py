@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -29,9 +28,11 @@ class ProcessGroupTransport:
         A group matches collectives by the order in which each rank starts them. Two replicated modules, or a
         model with collectives in its own backward, may start theirs in different orders on different ranks.
         """
-        if own and dist.get_world_size(group) > 1 and _torch.knows(group):
+        # Only for all ranks of the world: c10d names groups by counting, and other ranks would not count this one.
+        if own and 1 < dist.get_world_size(group) == dist.get_world_size() and _torch.knows(group):
+            # Never destroyed before the process ends: c10d would give the next one the same name, under which the
+            # store still has the addresses of this one.
             group = _torch.twin_of(group)
-            weakref.finalize(self, _torch.destroy_group, group).atexit = False
         self.group = group
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
