@@ -16,24 +16,24 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.distributed.algorithms.join import Join, Joinable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import scatter_gather
 
 from gradsync import _torch, contract
 from gradsync.ddp_private import TorchPrivate, _MixedPrecision
 from gradsync.engine.engine import Engine
-from gradsync.engine.uneven import ShadowHook, announce_round
 from gradsync.errors import InvalidOptionError, UnsuitableModuleError
 from gradsync.groups import group_of_mesh, resolve_group
-from gradsync.options import Buffers, Options, Reduce
+from gradsync.joinable import JoinableReplica, NamedJoin
+from gradsync.options import Buffers, Options, Reduce, Transport
 from gradsync.replica import API, Replica
-from gradsync.transport.process_group import ProcessGroupTransport
+from gradsync.transport.choice import choose
 
 PREFIX = "module."
 
 
-class DistributedDataParallel(TorchPrivate, Replica, nn.Module, Joinable):
+class DistributedDataParallel(TorchPrivate, JoinableReplica, Replica, nn.Module, Joinable):
     """Wraps a module whose replicas are kept in step; `state_dict` keys get the prefix `module.`.
 
     All arguments of torch's class have their meaning here. Some are not needed any more:
@@ -77,9 +77,9 @@ class DistributedDataParallel(TorchPrivate, Replica, nn.Module, Joinable):
         reduce: Reduce = "mean",
         buffers: Buffers | None = None,
         buffers_from: int = 0,
+        transport: Transport = "auto",
     ) -> None:
         super().__init__()
-        Joinable.__init__(self)
         if process_group is not None and device_mesh is not None:
             raise InvalidOptionError(
                 "Cannot specify both process_group and device_mesh arguments. Pass the one whose ranks you mean."
@@ -125,6 +125,7 @@ class DistributedDataParallel(TorchPrivate, Replica, nn.Module, Joinable):
             init_sync_buffers=init_sync_buffers,
             find_unused_parameters=find_unused_parameters,
             static_graph=static_graph,
+            transport=transport,
             delayed=delayed[0],
             delayed_until=delayed[1],
         )
@@ -139,8 +140,10 @@ class DistributedDataParallel(TorchPrivate, Replica, nn.Module, Joinable):
         self.process_group = group
         ignored = frozenset(self.parameters_to_ignore)
         form = None if self.mixed_precision is None else self.mixed_precision.form()
-        transport = ProcessGroupTransport(group, own=options.init_sync != "none")
+        may_talk = options.init_sync != "none"
+        transport = choose(group, options.transport, self._module_parameters, own=may_talk, meet=may_talk)
         engine = Engine([self.module], transport, options, ignored, form)
+        engine.group = group
         engine.spares_evaluation = True
         contract.enrol(self, API, engine)
         # The wrapped module may live on without us, and must then be an ordinary module again.
@@ -153,7 +156,6 @@ class DistributedDataParallel(TorchPrivate, Replica, nn.Module, Joinable):
         engine = self._engine
         with self._errors_noted():
             engine.before_forward()
-            self._tell_joined_ranks()
         if self.device_ids:
             moved_inputs, moved_kwargs = self.to_kwargs(inputs, kwargs, self.device_ids[0])
             inputs, kwargs = moved_inputs[0], moved_kwargs[0]
@@ -179,27 +181,13 @@ class DistributedDataParallel(TorchPrivate, Replica, nn.Module, Joinable):
         Ranks without inputs shadow the others' rounds. Gradients are divided by the number of all ranks, or, with
         `divide_by_initial_world_size=False`, of those that still have inputs.
         """
-        return Join(
-            [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
+        return NamedJoin(
+            self, enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
         )
 
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        return ShadowHook(self._engine, kwargs.get("divide_by_initial_world_size", True))
-
-    @property
-    def join_device(self) -> torch.device:
-        return self.device
-
-    @property
-    def join_process_group(self) -> dist.ProcessGroup:
-        return self.process_group
-
-    def _tell_joined_ranks(self) -> None:
-        work = Join.notify_join_context(self)
-        if work is not None:
-            work.wait()
-        if self._join_config.enable:
-            announce_round(self._engine, self.require_backward_grad_sync)
+    def change_process_group(self, group: dist.ProcessGroup) -> None:
+        super().change_process_group(group)
+        self.process_group = group
 
     # --- flags -------------------------------------------------------------------------------------
 

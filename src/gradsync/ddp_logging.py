@@ -72,6 +72,7 @@ def configuration(ddp: DistributedDataParallel) -> dict[str, Any]:
         "find_unused_parameters": int(ddp.find_unused_parameters),
         "gradient_as_bucket_view": int(ddp.gradient_as_bucket_view),
         "static_graph": int(ddp.static_graph),
+        "has_sync_bn": int(any(isinstance(layer, torch.nn.SyncBatchNorm) for layer in ddp.modules())),
         "join_uneven_inputs": int(engine.statistics.joined),
         "bucket_cap_bytes": ddp.bucket_bytes_cap,
         "dtypes": ", ".join(sorted({_c_name(spec.dtype) for spec in reducer.specs})),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,6 @@ from gradsync.engine.engine import Engine
 from gradsync.engine.form import Form
 from gradsync.errors import InvalidOptionError, UnfinishedRoundError
 from gradsync.options import MIB, Options
-from gradsync.transport.process_group import ProcessGroupTransport
 
 if TYPE_CHECKING:
     from gradsync.ddp import DistributedDataParallel
@@ -94,6 +93,8 @@ class TorchPrivate:
 
         @property
         def _engine(self) -> Engine: ...
+
+        def change_process_group(self, group: dist.ProcessGroup) -> None: ...
 
     def _init_private(self, options: Options) -> None:
         self.bucket_bytes_cap = max(options.bucket_caps)
@@ -171,12 +172,19 @@ class TorchPrivate:
         """An optimizer that steps in a communication hook; `gradsync.overlap_optimizer` is the public way."""
         _torch.overlapped_optimizer(optim, optim_params, *args, **kwargs).register_ddp(self)
 
+    def _set_sparse_metadata(self, global_unique_ids: Mapping[str, Tensor]) -> None:
+        """torch's name for `set_sparse_rows`. The ids need not be sorted, and parameters may be left out."""
+        self._engine.know_sparse_rows(global_unique_ids)
+
     def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
-        """Between rounds: goes on over another group. A rank that is not in it keeps the one it has."""
+        """torch's name for `change_process_group`, called on all ranks, also those that are not in the group.
+
+        There it is no mistake yet; a backward before the module is moved again would be, and says so.
+        """
         if dist.get_rank(new_process_group) < 0:
-            return
-        self.process_group = new_process_group
-        self._engine.change_transport(ProcessGroupTransport(new_process_group, own=False))
+            self._engine.leave_out()
+        else:
+            self.change_process_group(new_process_group)
 
     @property
     def _authoritative_rank(self) -> int:

@@ -6,6 +6,8 @@ derives from that too, so that handlers written for torch's own front still catc
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class GradsyncError(Exception):
     """Anything that gradsync itself raises."""
@@ -63,5 +65,33 @@ class RosterChangedError(GradsyncError, RuntimeError):
     """Parameters were added, removed, frozen or converted in a way that differs between ranks."""
 
 
+class JoinError(GradsyncError, RuntimeError):
+    """A rank left a `Join` context by an exception, or never entered it, while others went on."""
+
+
 class HookError(GradsyncError, RuntimeError):
     """A communication hook was registered twice, or brought something that is no reduced bucket."""
+
+
+class ReplicaLostError(GradsyncError, RuntimeError):
+    """A rank is gone: its process ended, or no longer takes part. `ranks` are those that are missing."""
+
+    def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = list(ranks)
+
+
+class RoundTimeoutError(GradsyncError, RuntimeError):
+    """A rank that is alive did not come within the time limit. `ranks` are those that were waited for."""
+
+    def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = list(ranks)
+
+
+class ForkedError(GradsyncError, RuntimeError):
+    """A process that was forked from a rank tried to take the rank's part."""
+
+
+class SharedMemoryError(GradsyncError, MemoryError, RuntimeError):
+    """The ranks of a host could not get, or not share, the memory they need."""

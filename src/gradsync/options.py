@@ -11,6 +11,7 @@ MIB = 1024 * 1024
 
 Reduce = Literal["mean", "sum"]
 Start = Literal["broadcast", "check", "none"]
+Transport = Literal["auto", "shared_memory", "hierarchical", "process_group"]
 Buffers = Literal["round", "average", "evaluation", "never"]
 
 
@@ -42,6 +43,9 @@ class Options:
     """A promise that the graph does not change. Nothing needs it; it is kept for those who ask."""
     bucket_cap_mb_list: tuple[float, ...] = ()
     """Sizes of the first, second, ... bucket in MiB; the last one counts for all that follow."""
+    transport: Transport = "auto"
+    """What carries gradients. "shared_memory": memory that the ranks of one host have in common; "hierarchical": that,
+    and the process group between hosts; "process_group": its all-reduce. "auto": the fastest that all ranks can use."""
     delayed: tuple[str, ...] = ()
     """Parameters that are reduced together, behind `delayed_until`."""
     delayed_until: str | None = None
@@ -58,6 +62,7 @@ class Options:
         _one_of("init_sync", self.init_sync, get_args(Start))
         _one_of("reduce", self.reduce, get_args(Reduce))
         _one_of("buffers", self.buffers, get_args(Buffers))
+        _one_of("transport", self.transport, get_args(Transport))
 
     @property
     def bucket_caps(self) -> tuple[int, ...]:

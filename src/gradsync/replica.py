@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradsync import contract
 from gradsync.engine.engine import Engine
 from gradsync.engine.uneven import uneven as _uneven
+from gradsync.errors import NoProcessGroupError
 from gradsync.hooks.comm_hook import Hook
 from gradsync.hooks.optimizer_overlap import make_stepper
 from gradsync.observe.statistics import Statistics
+from gradsync.transport.choice import choose
 
 API = "replicate"
 T = TypeVar("T")
@@ -43,7 +46,7 @@ class Replica:
 
     def synchronise_gradients(self) -> None:
         """Synchronises what backwards inside `no_sync` have left, without another backward. On all ranks."""
-        self._engine.reducer.synchronise_now()
+        self._engine.synchronise_now()
 
     def register_comm_hook(self, state: object, hook: Hook) -> None:
         """`hook(state, bucket) -> Future[Tensor]` reduces each bucket instead of the mean; see `gradsync.hooks`.
@@ -61,6 +64,29 @@ class Replica:
         """
         self._engine.set_round_weight(weight)
 
+    def change_process_group(self, group: dist.ProcessGroup) -> None:
+        """Goes on over another group: between two rounds, on all of its ranks together.
+
+        Parameters, gradients and hooks stay; buckets are planned anew. On a rank that is not in the group it
+        raises, and nothing is changed.
+        """
+        rank = self._engine.transport.rank
+        if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
+            raise NoProcessGroupError(
+                f"rank {rank} (of the present group) is not a member of the process group it was given ({group!r}): "
+                "nothing was changed. Call this only on the ranks of the new group."
+            )
+        engine = self._engine
+        engine.change_group(group, choose(group, engine.options.transport, engine.reducer.parameters, own=False))
+
+    def set_sparse_rows(self, rows: Mapping[str, Tensor]) -> None:
+        """Which rows of sparse embeddings any rank will use, from the next round on, by the parameters' names.
+
+        Ranks that know them need not exchange indices: one dense block of these rows is reduced, and `.grad` has
+        exactly these rows. On all ranks alike, before backward. Parameters left out go the usual way.
+        """
+        self._engine.know_sparse_rows(rows)
+
 
 def is_replicated(module: nn.Module) -> bool:
     return _find_engine(module) is not None
@@ -75,6 +101,12 @@ def engine_of(module: nn.Module) -> Engine:
         f"{type(module).__name__} is not replicated. Call gradsync.replicate(module) first, or pass the "
         "module it was called on rather than a submodule."
     )
+
+
+def engines_in(module: nn.Module) -> list[Engine]:
+    """The engines of a module and of replicated modules inside it, each once."""
+    found = (_find_engine(part) for part in module.modules())
+    return list(dict.fromkeys(engine for engine in found if engine is not None))
 
 
 def _find_engine(module: nn.Module) -> Engine | None:
@@ -92,6 +124,8 @@ def overlap_optimizer(
     `optimizer` is one, or a function that makes one of a list of parameters. Leave out your own `step()`;
     learning-rate schedules, parameter groups, `no_sync` and accumulation work as ever. `clip_value` clips each
     gradient by value before the step. `free_gradients` drops each gradient after it. Returns the optimizer.
+
+    Of torch's `ZeroRedundancyOptimizer` each rank steps its shard; the new values are exchanged at the end of backward.
     """
     engine = engine_of(module)
     stepper = make_stepper(optimizer, engine.reducer.parameters, clip_value, free_gradients)
@@ -105,7 +139,8 @@ def uneven(loader: Iterable[T], module: nn.Module) -> Iterator[T]:
     A rank that has run out goes over its last batch again, with weight 0: the gradient is the mean over the ranks that
     still have data, its optimizer takes the same steps as theirs, and all ranks leave the loop together.
     """
-    return _uneven(engine_of(module), loader)
+    engine = engine_of(module)
+    return _uneven([engine, *(other for other in engines_in(module) if other is not engine)], loader)
 
 
 def statistics(module: nn.Module) -> Statistics:

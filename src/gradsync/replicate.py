@@ -10,16 +10,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Joinable
 
 from gradsync import _torch, contract
 from gradsync.engine.engine import Engine, owner_of
 from gradsync.engine.form import Form, check_replicated
 from gradsync.errors import InvalidOptionError, UnsuitableModuleError
 from gradsync.groups import group_of_mesh, replicated_dimensions, resolve_group
+from gradsync.joinable import JoinableReplica
 from gradsync.options import Options
 from gradsync.replica import API, Replica, engine_of, is_replicated
 from gradsync.replicate_setters import Setters
-from gradsync.transport.process_group import ProcessGroupTransport
+from gradsync.transport.choice import choose
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -28,7 +30,7 @@ M = TypeVar("M", nn.Module, list[nn.Module])
 Method = Callable[..., Any]
 
 
-class ReplicateModule(Setters, Replica, contract.ComposableModule, nn.Module):
+class ReplicateModule(Setters, JoinableReplica, Replica, contract.ComposableModule, nn.Module):
     """What a replicated module can do besides what its own class can.
 
     No hook is put on the module: `__call__` of this class surrounds the original one. So copies,
@@ -75,12 +77,18 @@ class ReplicateModule(Setters, Replica, contract.ComposableModule, nn.Module):
         super()._apply_to(duplicate)
         engine = self._engine
         options = dataclasses.replace(engine.options, init_sync="none")
-        _attach([duplicate], Engine([duplicate], engine.transport, options, engine.ignored, engine.form))
+        duplicates = Engine([duplicate], engine.transport, options, engine.ignored, engine.form)
+        duplicates.group = engine.group
+        _attach([duplicate], duplicates)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """What is registered is copied and pickled."""
         self._engine.roster.faces.to_registered()
         return super().__reduce_ex__(protocol)
+
+
+# Registered, not a base: that one's metaclass would clash with that of a user's class.
+Joinable.register(ReplicateModule)
 
 
 def replicate(
@@ -130,8 +138,11 @@ def replicate(
             for name, parameter in one.named_parameters():
                 check_replicated(name, parameter, form.mesh)
     _check_unowned(modules, ignored)
-    transport = ProcessGroupTransport(group, own=checked.init_sync != "none")
+    parameters = [parameter for one in modules for parameter in one.parameters()]
+    may_talk = checked.init_sync != "none"
+    transport = choose(group, checked.transport, parameters, own=may_talk, meet=may_talk)
     engine = Engine(modules, transport, checked, ignored, form)
+    engine.group = group
     engine.input_device = device if device is not None and device.type != "cpu" else None
     _attach(modules, engine)
     return module

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -30,6 +31,22 @@ class Setters:
                 yield engine_of(module)
 
     # --- gradients -------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside only accumulate, also in replicated submodules; the next one outside synchronises all.
+
+        What counts is where `backward` is called; forward may be inside or outside.
+        """
+        with contextlib.ExitStack() as stack:
+            for engine in self._engines():
+                stack.enter_context(engine.no_sync())
+            yield
+
+    def set_round_weight(self, weight: float) -> None:
+        """How much this rank counts in the next round's mean, also in replicated submodules: see `Replica`."""
+        for engine in self._engines():
+            engine.set_round_weight(weight)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backwards from now on synchronise: `no_sync` without the indentation."""

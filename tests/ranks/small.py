@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 import gradsync
 
 FRONTS = pytest.mark.parametrize("front", ["replicate", "DistributedDataParallel"])
+TRANSPORTS = pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
 
 
 def build() -> nn.Sequential:
@@ -28,15 +30,18 @@ def batch(part: int, step: int = 0) -> Tensor:
     return torch.randn(3, 4, generator=torch.Generator().manual_seed(step * 16 + part))
 
 
-def mean_gradients(module: nn.Module, step: int = 0, parts: int = 2, divisor: float | None = None) -> list[Tensor]:
+def mean_gradients(module: nn.Module, step: int = 0, parts: Collection[int] = (0, 1)) -> list[Tensor]:
+    """Of the mean loss over the batches of these ranks, from one process."""
     plain = copy.deepcopy(module)
+    if isinstance(plain, gradsync.ReplicateModule):
+        gradsync.unreplicate(plain)
     plain.zero_grad()
-    for part in range(parts):
-        (plain(batch(part, step)).square().mean() / (divisor or parts)).backward()
+    for part in parts:
+        (plain(batch(part, step)).square().mean() / len(parts)).backward()
     return [p.grad for p in plain.parameters() if p.grad is not None]
 
 
-def same_everywhere(module: nn.Module) -> None:
-    prints: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(prints, gradsync.fingerprint(module))
+def same_everywhere(module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    prints: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(prints, gradsync.fingerprint(module), group=group)
     assert len(set(prints)) == 1

@@ -65,6 +65,8 @@ class Arrivals:
         self.missing: list[int] = [0]
         """For each bucket how many parameters have yet to arrive; one more at the end for bucket -1."""
         self._all_missing: list[int] = []
+        self.progress: Callable[[], None] | None = None
+        """Set while buckets are under way whose transport wants to be called now and then."""
         self.waiting = False
         """A complete bucket could not leave at once; the next arrival tells the listener again."""
         # Hooks hold this object weakly: a parameter may outlive its engine, and then they are removed.
@@ -90,6 +92,7 @@ class Arrivals:
         self.counts = [0] * len(self.counts)
         self.order = []
         self.waiting = False
+        self.progress = None
 
     def synchronised(self) -> None:
         """The round has carried every gradient; what came is expected the next time."""
@@ -127,6 +130,8 @@ def _hook(arrivals: weakref.ref[Arrivals]) -> Callable[[Tensor], None]:
             me.order.append(index)
         if index in me.large:
             listener.large_arrived(index)
+        if me.progress is not None:
+            me.progress()
         if count == me.expected[index]:
             number = me.bucket_of[index]
             me.missing[number] -= 1

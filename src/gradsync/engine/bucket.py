@@ -12,22 +12,27 @@ All slots are scaled along with the data. "Used by somebody" is therefore "great
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from operator import is_
 
 import torch
 from torch import Tensor
 
+from gradsync import _torch
 from gradsync.engine.plan import BucketPlan, Spec
-from gradsync.transport.base import Transport
+from gradsync.transport.base import Request, Transport
+
+# A gradient of so many bytes is brought into its bucket at once, so that it exists once, not twice.
+LARGE = 256 * 1024
 
 
 class Bucket:
     """The memory of one planned bucket. It knows nothing of rounds."""
 
-    def __init__(self, plan: BucketPlan, specs: Sequence[Spec], transport: Transport, extra: int = 0) -> None:
-        slots = len(plan.places) + 1 + extra
+    def __init__(self, plan: BucketPlan, specs: Sequence[Spec], buffer: Tensor) -> None:
         self.plan = plan
-        self.buffer = transport.allocate(plan.numel + slots, plan.dtype, plan.device)
+        self.buffer = buffer
         self.data = self.buffer[: plan.numel]
         self.tail = self.buffer[plan.numel :]
         self.views = [
@@ -35,6 +40,37 @@ class Bucket:
             for p in plan.places
         ]
         self.indices = [place.index for place in plan.places]
+        self.members = set(self.indices)
+        self.all_used = [True] * len(self.indices)
+        self.none_held: list[Tensor | None] = [None] * len(self.indices)
+        self._runs = list(self._find_runs(specs))
+
+    def _find_runs(self, specs: Sequence[Spec]) -> Iterator[tuple[int, int, Tensor]]:
+        """Stretches of places that one call can fill: contiguous ones of at least one dimension, none of them large."""
+        alike = [specs[p.index].is_plain and specs[p.index].nbytes < LARGE for p in self.plan.places]
+        for fits, group in groupby(range(len(alike)), key=alike.__getitem__):
+            positions = list(group)
+            first, last = self.plan.places[positions[0]], self.plan.places[positions[-1]]
+            if fits and len(positions) > 1:
+                stretch = self.data[first.offset : last.offset + last.numel]
+                yield positions[0], positions[-1] + 1, stretch.view(1, -1)
+
+    def fill(self, gradients: list[Tensor | None]) -> None:
+        """Brings each gradient to its place, if it is not there already, and zeros where there is none."""
+        done = 0
+        for start, stop, stretch in self._runs:
+            _fill_places(self.views[done:start], gradients[done:start])
+            if not self._fill_run(start, stop, stretch, gradients[start:stop]):
+                _fill_places(self.views[start:stop], gradients[start:stop])
+            done = stop
+        _fill_places(self.views[done:], gradients[done:])
+
+    def _fill_run(self, start: int, stop: int, stretch: Tensor, gradients: list[Tensor | None]) -> bool:
+        if any(map(is_, self.views[start:stop], gradients)):
+            return False  # some are there already, for example when they were accumulated without synchronisation
+        if any(gradient is None or gradient.layout is not torch.strided for gradient in gradients):
+            return False
+        return _torch.cat_into(stretch, gradients)  # type: ignore[arg-type]
 
     def write_tail(self, used: Sequence[bool], extra: Sequence[bool] = ()) -> None:
         """Fills the tail with what this rank has to say."""
@@ -72,8 +108,18 @@ class Bucket:
         return (slots.real if slots.is_complex() else slots).tolist()
 
 
-def fill_places(views: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
-    """Brings each gradient to its place, if it is not there already, and zeros where there is none."""
+def make_buckets(
+    plans: Sequence[BucketPlan], specs: Sequence[Spec], transport: Transport, extra: int = 0
+) -> list[Bucket]:
+    """The buckets of a plan, the last one with `extra` slots in its tail."""
+    tails = [len(plan.places) + 1 for plan in plans]
+    tails[-1] += extra
+    requests = [Request(plan.numel + tail, plan.dtype, plan.device) for plan, tail in zip(plans, tails, strict=True)]
+    buffers = transport.allocate(requests)
+    return [Bucket(plan, specs, buffer) for plan, buffer in zip(plans, buffers, strict=True)]
+
+
+def _fill_places(views: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
     pairs = [(view, gradient) for view, gradient in zip(views, gradients, strict=True) if gradient is not view]
     fill([view for view, gradient in pairs if gradient is not None], [g for _, g in pairs if g is not None])
     if empty := [view for view, gradient in pairs if gradient is None]:

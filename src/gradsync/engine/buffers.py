@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.futures import Future
 
+from gradsync.engine.tables import Tables
 from gradsync.options import Options
 from gradsync.transport.base import Transport
 
@@ -28,7 +29,7 @@ class BufferHookLocation(Enum):
 
 
 class Buffers:
-    """The buffers of one replicated module, looked up anew each time: modules replace them freely."""
+    """The buffers of one replicated module."""
 
     def __init__(
         self,
@@ -46,13 +47,21 @@ class Buffers:
         self.joined: bool | None = None
         """In a `Join` context: whether this rank has run out of data. Its buffers don't count then."""
         self._stale = False  # a round closed since the last exchange before evaluation
+        self._read()
 
     def named(self) -> list[tuple[str, Tensor]]:
+        """All buffers that are not ignored; modules replace them freely."""
+        if self._structure.changed() or self._registered.changed():
+            self._read()
+        return self._named
+
+    def _read(self) -> None:
+        self._structure, self._registered = Tables(self._modules, "_modules"), Tables(self._modules, "_buffers")
         named: dict[str, Tensor] = {}
         for number, module in enumerate(self._modules):
             prefix = f"{number}." if len(self._modules) > 1 else ""
             named |= {prefix + name: buffer for name, buffer in module.named_buffers()}
-        return [(name, buffer) for name, buffer in named.items() if name not in self._ignored]
+        self._named = [(name, buffer) for name, buffer in named.items() if name not in self._ignored]
 
     def register_hook(self, state: object, hook: BufferHook, location: BufferHookLocation) -> None:
         """From now on `hook(state, {name: buffer})` does the work, around each training forward."""

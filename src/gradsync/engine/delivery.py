@@ -12,9 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradsync.engine.bucket import Bucket, fill, fill_places
+from gradsync.engine import sparse_rows
+from gradsync.engine.bucket import Bucket, fill, make_buckets
 from gradsync.engine.plan import BucketPlan
 from gradsync.engine.roster import HasGrad, Managed
+from gradsync.engine.sparse_rows import KnownRows
 from gradsync.hooks import comm_hook
 from gradsync.hooks.comm_hook import GradBucket, Hook
 from gradsync.options import Options
@@ -47,6 +49,8 @@ class Delivery:
         self._mean = options.reduce == "mean"
         self.divisor: float | None = None
         """Set: a gradient is the sum over the ranks divided by this, whatever their weights."""
+        self.present = 1.0
+        """The share of ranks that bring what all have in common; in a `Join` context those without data don't."""
         self.hook: tuple[Hook, object] | None = None
         """A communication hook and its state, which reduce the buckets instead of the transport."""
         self._latest_hook: Work | None = None
@@ -67,17 +71,21 @@ class Delivery:
         gradients = [slot.grad for slot in slots]
         for slot in slots:
             slot.grad = None
-        used = [g is not None and index in dirty for g, index in zip(gradients, bucket.indices, strict=True)]
-        fill_places(bucket.views, gradients)
+        # A gradient that the view replaces is let go at once: memory for one set is enough.
+        # One of no weight is let go too: if nobody else has one, there was none.
+        lets_go = self._as_view or not self.weight
+        if dirty >= bucket.members and all(gradient is not None for gradient in gradients):  # the usual case
+            used = bucket.all_used
+            held = bucket.none_held if lets_go else gradients
+        else:
+            used = [g is not None and index in dirty for g, index in zip(gradients, bucket.indices, strict=True)]
+            held = [None if is_used and lets_go else g for is_used, g in zip(used, gradients, strict=True)]
+        bucket.fill(gradients)
         if self.gain != 1:  # as in `share_out`
             rows = zip(bucket.views, gradients, used, strict=True)
             shared = [view for view, gradient, is_used in rows if gradient is not None and not is_used]
             if shared:
                 torch._foreach_div_(shared, self.gain)
-        # A gradient that the view replaces is let go at once: memory for one set is enough.
-        # One of no weight is let go too: if nobody else has one, there was none.
-        lets_go = self._as_view or not self.weight
-        held = [None if is_used and lets_go else g for is_used, g in zip(used, gradients, strict=True)]
         bucket.write_tail(used, extra)
         if self.hook is not None:
             return InFlight(bucket, self._launch_hook(bucket, number, last), used, held)
@@ -113,10 +121,10 @@ class Delivery:
     def gain(self) -> float:
         """How often something that all ranks have in common is in the result: once in a mean."""
         if self.hook is not None:
-            return 1.0
+            return self.present
         if self.divisor is not None:
-            return self._transport.size / self.divisor
-        return 1.0 if self._mean else float(self._transport.size)
+            return self.present * self._transport.size / self.divisor
+        return self.present * (1.0 if self._mean else float(self._transport.size))
 
     def share_out(self, index: int) -> None:
         """Before a sum grows by another backward: each rank keeps its share of what all have in common.
@@ -206,8 +214,8 @@ class Delivery:
 
     # --- what does not go the usual way ----------------------------------------------------------
 
-    def carry_sparse(self, index: int, total_weight: float) -> None:
-        """A sparse gradient travels by itself: its indices and values, no bucket."""
+    def carry_sparse(self, index: int, total_weight: float, known: KnownRows | None, some_know: bool) -> None:
+        """A sparse gradient travels by itself: its indices and values, no bucket; or the rows that all ranks know."""
         slot = self.slots[index]
         gradient = slot.grad
         if gradient is None:
@@ -215,12 +223,16 @@ class Delivery:
         elif gradient.layout is not torch.sparse_coo:
             gradient = gradient.to_sparse(1)
         scale = self._scale() / total_weight if total_weight > 0 else 0.0
+        name = self._specs[index].name
+        brings = scale > 0 and gradient._nnz() > 0
+        if some_know and (rows := sparse_rows.agree(self._transport, name, gradient, known, brings)) is not None:
+            slot.grad = rows.reduce(self._transport, gradient, scale)
+            return
         slot.grad = self._transport.reduce_sparse(gradient, scale).result()
 
     def carry_late(self, plans: Sequence[BucketPlan], late: Mapping[int, Tensor]) -> None:
         """A second pass for gradients that arrived after their bucket had left; adds them to the result."""
-        for plan in plans:
-            bucket = Bucket(plan, self._specs, self._transport)
+        for plan, bucket in zip(plans, make_buckets(plans, self._specs, self._transport), strict=True):
             bucket.data.zero_()
             used = [place.index in late for place in plan.places]
             fill(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,15 +22,18 @@ from gradsync import _torch
 from gradsync.engine.backward import Backward
 from gradsync.engine.buffers import Buffers
 from gradsync.engine.form import Form
-from gradsync.engine.outputs import tensors_in
+from gradsync.engine.outputs import check_local, tensors_in
 from gradsync.engine.reducer import Reducer
 from gradsync.engine.roster import Roster
-from gradsync.errors import HookError, InvalidOptionError, RosterChangedError
+from gradsync.engine.sparse_rows import check_rows
+from gradsync.engine.uneven import Joining
+from gradsync.errors import HookError, InvalidOptionError, NoProcessGroupError, RosterChangedError
 from gradsync.events import Event, Recorder
 from gradsync.guard import unsynchronised
-from gradsync.guard.start import check_module, check_same_model, check_same_values, list_differences
+from gradsync.guard.start import check_layers, check_module, check_same_model, check_same_values, list_differences
 from gradsync.hooks.comm_hook import Hook, check_hook, name_of
 from gradsync.hooks.optimizer_overlap import Stepper, TorchsInBackward
+from gradsync.hooks.quantisation import stand_in
 from gradsync.observe.statistics import Statistics
 from gradsync.options import Options
 from gradsync.transport.base import Transport
@@ -67,9 +70,10 @@ class Engine:
         self.options = options
         self.ignored = ignored
         self.form = form or Form()
-        self.statistics = Statistics()
+        self.statistics = Statistics(transport=f"{transport.name}: {transport.reason}")
         for module in self.modules:
             check_module({n: p for n, p in module.named_parameters() if n not in ignored})
+            check_layers(module)
         self.roster = Roster(self.modules, ignored, self.form)
         self.buffers = Buffers(self.modules, transport, options, ignored)
         self.spares_evaluation = False
@@ -77,6 +81,14 @@ class Engine:
         rank may look at gradients alone; should it step on them, the guard speaks up."""
         self.input_device: torch.device | None = None
         """Where inputs are moved to; None: nowhere."""
+        self.group: Any = None
+        """The process group that the front was given. The transport may have one of its own with the same ranks."""
+        self.left_out = False
+        """The others have gone on over a group without this rank: rounds here would wait for them in vain."""
+        self.joining: Joining | None = None
+        """Inside a `Join` context of torch's: who tells ranks without data of our rounds."""
+        self.counts_without_data = True
+        """Inside one: whether ranks without data count in the mean."""
         self.final_source = 0
         """The rank whose model all took over at the end of a `Join` context."""
         self._serial = next(_serials)
@@ -87,7 +99,7 @@ class Engine:
         self.recorders: list[Recorder] = [self.statistics.record]
         self.reducer.recorder = self._record
         self.reducer.at_open = self._round_opens
-        self.reducer.at_close = self.buffers.round_closed
+        self.reducer.at_close = self._round_closes
         self._looked_for_optimizers = False
         self._backward = Backward(at_end=self._backward_ended)
         self._contexts: set[int] = set()
@@ -111,6 +123,8 @@ class Engine:
             self.roster.renew_faces()
             self.roster.faces.to_compute()
         self.buffers.before_forward()
+        if self.joining is not None:
+            self.joining.forward_begins()
 
     def prepare_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Inputs on the module's device, and in the dtype in which it computes."""
@@ -125,6 +139,8 @@ class Engine:
         if torch.is_grad_enabled():
             context = _torch.distributed_autograd_context()
             reached = self._output_reached if context is None else partial(self._distributed_output_reached, context)
+            if context is not None:
+                check_local(output)
             for tensor in tensors_in(output):
                 if tensor.requires_grad and not tensor.is_leaf:
                     tensor.register_hook(reached)
@@ -190,11 +206,24 @@ class Engine:
         self.buffers.joined = flag
         self.reducer.delivery.usual_weight = self.reducer.delivery.weight = 0.0 if flag else 1.0
 
+    def join(self, joining: Joining | None) -> None:
+        """Enters a `Join` context of torch's, or leaves it."""
+        if self.joining is not None:
+            self.joining.left()
+        self.joining = joining
+        self.buffers.joined = None if joining is None else False
+
+    def synchronise_now(self) -> None:
+        """A round without a backward."""
+        if self.joining is not None and self.reducer.dirty:
+            self.joining.round_opens()
+        self.reducer.synchronise_now()
+
     def register_comm_hook(self, state: object, hook: Hook) -> None:
         check_hook(hook)
         if self.reducer.delivery.hook is not None:
             raise HookError("register_comm_hook or register_builtin_comm_hook can only be called once.")
-        self.reducer.delivery.hook = hook, state
+        self.reducer.delivery.hook = stand_in(hook), state
         self.statistics.hook = name_of(hook)
 
     def set_divide_factor(self, factor: float) -> None:
@@ -207,10 +236,23 @@ class Engine:
             raise HookError("an optimizer steps in this module's backward already; there can be one")
         self.reducer.stepper = stepper
 
-    def change_transport(self, transport: Transport) -> None:
-        """Between rounds: goes on over another group."""
-        self.transport = self.buffers.transport = transport
+    def know_sparse_rows(self, rows: Mapping[str, Tensor]) -> None:
+        """Which rows of sparse gradients any rank will use, by the parameters' names."""
+        self.reducer.known_rows = check_rows(rows, {spec.name: spec for spec in self.reducer.specs})
+
+    def change_group(self, group: Any, transport: Transport) -> None:
+        """Between rounds: goes on over another group. A `Join` context that was left by an exception ends with this."""
+        self.join(None)
         self.reducer.move_to(transport)
+        self.group, self.transport, self.buffers.transport = group, transport, transport
+        self.statistics.transport = f"{transport.name}: {transport.reason}"
+        self.left_out = False
+
+    def leave_out(self) -> None:
+        """The others go on over a group without this rank. What a backward that raised has left ends here too."""
+        self.join(None)
+        self.reducer.forward_begins()
+        self.left_out = True
 
     def broadcast_from(self, source: int) -> None:
         """Parameters and buffers of one rank for all."""
@@ -262,9 +304,24 @@ class Engine:
         """Whether a backward that begins is a round; sees to changed parameters before it is."""
         if self._superseded or (self.spares_evaluation and not passed_output and not self.module.training):
             return False
+        if self.left_out:
+            raise NoProcessGroupError(
+                f"rank {self.transport.rank}: {type(self.module).__name__} was moved to a process group that this rank "
+                "is not in, so that a backward here would wait for ranks that have left. Sit this phase out, or move "
+                "the module to a group with this rank, on all of its ranks."
+            )
         if self.roster.changed():
             self._agree_on_change()
+        if self.joining is not None:
+            self.joining.round_opens()
         return True
+
+    def _round_closes(self) -> None:
+        if self.reducer.stepper is not None:
+            self.reducer.stepper.round_closed(self.transport)
+        self.buffers.round_closed()
+        if self.joining is not None:
+            self.joining.round_closed()
 
     def _agree_on_change(self) -> None:
         """Managed parameters are others than before: if all ranks say the same, the reducer gets the new ones."""

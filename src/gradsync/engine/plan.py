@@ -39,6 +39,15 @@ class Spec:
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
+    @property
+    def is_plain(self) -> bool:
+        """At least one dimension, at least one element, and these lie in the order of the indices."""
+        expected, plain = 1, bool(self.shape and self.numel)
+        for size, step in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            plain &= size == 1 or step == expected
+            expected *= size
+        return plain
+
 
 @dataclass(frozen=True, slots=True)
 class Place:

@@ -23,6 +23,7 @@ import contextlib
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from operator import attrgetter
 
 import torch
@@ -31,21 +32,18 @@ from torch import Tensor
 from gradsync import _torch
 from gradsync.engine.arrivals import Arrivals
 from gradsync.engine.backward import Backward, accumulates
-from gradsync.engine.bucket import Bucket
+from gradsync.engine.bucket import LARGE, Bucket, make_buckets
 from gradsync.engine.delivery import Delivery
 from gradsync.engine.plan import Plan, delay, make_plan
 from gradsync.engine.roster import HasGrad, Held, Managed
 from gradsync.engine.round import Phase, Round
-from gradsync.errors import UnfinishedRoundError
+from gradsync.engine.sparse_rows import KnownRows
+from gradsync.errors import ReplicaLostError, RoundTimeoutError, UnfinishedRoundError
 from gradsync.events import BucketLaunched, Recorder, RoundClosed
 from gradsync.guard import strict
 from gradsync.hooks.optimizer_overlap import Stepper
 from gradsync.options import Options
 from gradsync.transport.base import Transport
-
-# A gradient of so many bytes is brought into its bucket at once, so that it exists once, not twice.
-LARGE = 256 * 1024
-
 
 _open_rounds: weakref.WeakSet[Reducer] = weakref.WeakSet()
 
@@ -71,6 +69,8 @@ class Reducer:
         """Called at the end of each round, on all ranks alike: it may communicate."""
         self.stepper: Stepper | None = None
         """Steps an optimizer for the parameters of each bucket as soon as it is delivered."""
+        self.known_rows: dict[str, KnownRows] = {}
+        """Of parameters with sparse gradients: the rows that any rank will use."""
         self._transport = transport
         self.options = options
         self._round: Round | None = None
@@ -102,7 +102,7 @@ class Reducer:
             before = self.delivery
             made.divisor, made.hook, made.after_reduce = before.divisor, before.hook, before.after_reduce
             made.usual_weight, made.weight = before.usual_weight, before.weight
-            made.weight_unit = before.weight_unit
+            made.weight_unit, made.present = before.weight_unit, before.present
         self._managed = list(managed)
         return made
 
@@ -212,6 +212,23 @@ class Reducer:
         self._open(shadow=True)
         self._close()
 
+    def share_out_before_arrivals(self) -> Callable[[], None]:
+        """As for a sum, until the function that is returned is called: see `Delivery.share_out`."""
+        if self.delivery.gain != 1:
+            return lambda: None  # it is done anyway
+        handles = [p.register_hook(partial(self._share_out_of, id(p))) for p in self._computing]
+
+        def stop() -> None:
+            for handle in handles:
+                handle.remove()
+
+        return stop
+
+    def _share_out_of(self, parameter: int, gradient: Tensor) -> None:
+        index = self._arrivals.index_of.get(parameter)  # another one, perhaps, since parameters were replaced
+        if index is not None and self.delivery.gain != 1:
+            self._share_out(index)
+
     def drop_gradients(self) -> None:
         for slot in self._slots:
             slot.grad = None
@@ -308,10 +325,14 @@ class Reducer:
             self._deliver_next(opened)
 
     def _deliver_next(self, opened: Round) -> None:
-        flight = opened.launched[opened.delivered]
+        number = opened.delivered
+        flight = opened.launched[number]
         opened.delivered += 1
         began = time.perf_counter()
-        flight.work.wait()
+        try:
+            flight.work.wait()
+        except (ReplicaLostError, RoundTimeoutError) as error:
+            raise type(error)(f"{error} {self._where(opened, number)}", error.ranks) from None
         opened.reduced_at = time.perf_counter()
         opened.waited += opened.reduced_at - began
         used = self.delivery.deliver(flight)
@@ -320,9 +341,15 @@ class Reducer:
             self.dirty.difference_update(indices)  # synchronised: the guard lets the step pass
             self.stepper([self.parameters[index] for index in indices])
 
+    def _where(self, opened: Round, number: int) -> str:
+        names = [self.specs[index].name for index in self.buckets[number].indices]
+        holds = f"with '{names[0]}'" if len(names) == 1 else f"from '{names[0]}' to '{names[-1]}'" if names else ""
+        return f"(Round {opened.number}, bucket {number + 1} of {len(self.buckets)}, {holds}.)"
+
     @torch.no_grad()
     def _launch(self, opened: Round, number: int, extra: Sequence[bool] = ()) -> None:
         bucket = self.buckets[number]
+        self._arrivals.progress = self._transport.progress
         now = time.perf_counter()
         opened.first_launch_at = opened.first_launch_at or now
         last = number == len(self.buckets) - 1
@@ -384,10 +411,9 @@ class Reducer:
         order = delay(order[:length], self.specs, self.options.delayed, self.options.delayed_until)
         self.plan = make_plan(self.specs, order, self.options.bucket_caps)
         self.delivery.measure_weights()
-        last = len(self.plan.buckets) - 1
+        extra = 3 + len(self.plan.sparse)
+        self.buckets = make_buckets(self.plan.buckets, self.specs, self._transport, extra)
         for number, planned in enumerate(self.plan.buckets):
-            extra = 2 + len(self.plan.sparse) if number == last else 0
-            self.buckets.append(Bucket(planned, self.specs, self._transport, extra))
             for place in planned.places:
                 self._arrivals.bucket_of[place.index] = number
         if self.options.gradient_as_bucket_view:
@@ -420,7 +446,8 @@ class Reducer:
             self._launch(opened, number)
         sparse_used = [self._has_gradient(index) for index in self.plan.sparse]
         incomplete = self._strict and not opened.shadow and bool(self._missing())
-        self._launch(opened, last, extra=[bool(opened.late_gradients), incomplete, *sparse_used])
+        told = [bool(opened.late_gradients), incomplete, bool(self.known_rows), *sparse_used]
+        self._launch(opened, last, extra=told)
 
     def _has_gradient(self, index: int) -> bool:
         return index in self.dirty and self._slots[index].grad is not None
@@ -429,11 +456,12 @@ class Reducer:
         """Sparse gradients, and the second pass if any rank asked for one."""
         assert self.plan is not None
         last = opened.launched[-1].bucket
-        opened.corrected, incomplete, *sparse_used = last.read_extra()
+        opened.corrected, incomplete, rows_known, *sparse_used = last.read_extra()
         weight = self.delivery.total_weight(last)
         for index, used in zip(self.plan.sparse, sparse_used, strict=True):
             if used:
-                self.delivery.carry_sparse(index, weight)
+                known = self.known_rows.get(self.specs[index].name)
+                self.delivery.carry_sparse(index, weight, known, rows_known)
             elif index in self.dirty:  # by ranks of no weight: as if nobody had
                 self._slots[index].grad = None
         if opened.corrected:

@@ -18,6 +18,7 @@ from gradsync import _torch
 from gradsync.engine.face import Face, Faces, Site
 from gradsync.engine.form import Form
 from gradsync.engine.plan import Spec, gradient_stride
+from gradsync.engine.tables import Tables
 from gradsync.errors import RosterChangedError
 from gradsync.guard.fingerprint import digest
 
@@ -90,12 +91,8 @@ class Roster:
         self._sparse = {weight for module in self._modules for weight in _sparse_parameters(module)}
         self._parameters = [entry.parameter for entry in self.entries]
         self._rows = self._compared()
-        self._tables = [
-            (kind, table, list(map(id, table.values())))
-            for module in self._modules
-            for submodule in module.modules()
-            for kind, table in (("parameters", submodule._parameters), ("modules", submodule._modules))
-        ]
+        self._structure = Tables(self._modules, "_modules")
+        self._registered = Tables(self._modules, "_parameters")
 
     def _compared(self) -> list[list[object]]:
         return [list(map(get, self._parameters)) for get in (_requires_grad, _dtype, _device)]
@@ -144,12 +141,9 @@ class Roster:
         return (
             self._renewed
             or self._compared() != self._rows
-            or any(
-                list(map(id, table.values())) != ids
-                for kind, table, ids in self._tables
-                if kind == "modules"
-                or not self.faces.computing  # else computing faces are in the place of registered ones
-            )
+            or self._structure.changed()
+            # While computing faces are in the place of registered ones there is nothing to compare.
+            or (not self.faces.computing and self._registered.changed())
         )
 
     def renew_faces(self) -> None:

@@ -36,6 +36,21 @@ def check_module(parameters: Mapping[str, nn.Parameter]) -> None:
         )
 
 
+def check_layers(module: nn.Module) -> None:
+    """Refuses layers that would refuse their inputs: torch's SyncBatchNorm computes on GPUs only.
+
+    A subclass with a forward of its own may do better.
+    """
+    names = [name for name, layer in module.named_modules() if type(layer).forward is nn.SyncBatchNorm.forward]
+    if names and all(tensor.device.type == "cpu" for tensor in (*module.parameters(), *module.buffers())):
+        raise UnsuitableModuleError(
+            f"SyncBatchNorm layers only work with GPU modules, and {', '.join(map(repr, names[:3]))}"
+            f"{', ...' * (len(names) > 3)} of {type(module).__name__} is on the CPU, where it refuses to train. Move "
+            "the module to a GPU first, or use nn.BatchNorm, whose statistics are kept in step (with "
+            "buffers='average' they are the mean over the ranks)."
+        )
+
+
 def check_same_model(
     parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], transport: Transport, serial: int
 ) -> int:

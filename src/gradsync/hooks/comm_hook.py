@@ -77,8 +77,9 @@ class HookWork:
             if time.monotonic() - began > self.limit:
                 raise HookError(
                     f"rank {self.rank}: communication hook '{self.name}' returned a future that did not complete "
-                    f"within {self.limit:g} s, the time limit of the process group. Complete it on every path, or "
-                    "give init_process_group a longer timeout."
+                    f"within {self.limit:g} s, the time limit of the process group. Complete it on every path; if it "
+                    "waits for other ranks, see whether the hook raised there; or give init_process_group a longer "
+                    "timeout."
                 )
             time.sleep(pause)
             pause = min(2 * pause, 0.005)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +13,15 @@ from torch.optim import Optimizer
 from gradsync import _torch
 from gradsync.errors import HookError
 
-Stepper = Callable[[Sequence[nn.Parameter]], None]
-"""Called with parameters whose gradients were just delivered."""
+
+class Stepper(Protocol):
+    """Steps an optimizer during backward."""
+
+    def __call__(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Steps parameters whose gradients were just delivered."""
+
+    def round_closed(self, exchange: Exchange) -> None:
+        """Called at the end of each round, on all ranks alike: it may communicate."""
 
 
 class StepInBackward:
@@ -33,16 +40,13 @@ class StepInBackward:
 
     def __call__(self, parameters: Sequence[nn.Parameter]) -> None:
         wanted = {id(parameter) for parameter in parameters}
-        groups = [
-            {**group, "params": [p for p in group["params"] if id(p) in wanted]}
-            for group in self.optimizer.param_groups
-        ]
+        groups = [{**group, "params": [p for p in group["params"] if id(p) in wanted]} for group in self._groups()]
         groups = [group for group in groups if group["params"]]
         if not groups:
             return
         if self.clip_value is not None:
             nn.utils.clip_grad_value_([p for group in groups for p in group["params"]], self.clip_value)
-        part = copy.copy(self.optimizer)  # shares the state
+        part = self._part()
         part.param_groups = groups
         self._stepping = True
         try:
@@ -56,6 +60,16 @@ class StepInBackward:
                 for parameter in group["params"]:
                     parameter.grad = None
 
+    def _groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
+
+    def _part(self) -> Optimizer:
+        """An optimizer whose groups may be replaced; it shares the state."""
+        return copy.copy(self.optimizer)
+
+    def round_closed(self, exchange: Exchange) -> None:
+        """Nothing is left to do."""
+
     def _refuse_other_steps(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         if not self._stepping:
             raise HookError(
@@ -64,8 +78,75 @@ class StepInBackward:
             )
 
 
+class Exchange(Protocol):
+    """What a sharded optimizer needs of a transport."""
+
+    rank: int
+
+    def broadcast(self, tensors: Sequence[Tensor], source: int) -> None: ...
+
+    def gather(self, numbers: Sequence[int]) -> list[list[int]]: ...
+
+
+class ShardedStepInBackward(StepInBackward):
+    """The same for torch's `ZeroRedundancyOptimizer`: each rank steps the parameters of its shard.
+
+    Their new values reach the other ranks at the end of the round, when all have stepped.
+    """
+
+    def __init__(self, optimizer: Any, clip_value: float | None, free_gradients: bool) -> None:
+        super().__init__(optimizer, clip_value, free_gradients)
+        if optimizer.__dict__.get("optim") is None:
+            raise HookError(
+                "this ZeroRedundancyOptimizer was made with overlap_with_ddp=True, for torch's own hooks. Make it "
+                "without, and give it to gradsync.overlap_optimizer()."
+            )
+        self._stepped: list[nn.Parameter] = []
+        self._owners: dict[int, int] = {}
+
+    def __call__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._stepped += parameters
+        super().__call__(parameters)
+        if self.free_gradients:  # also of the parameters that other ranks step
+            for parameter in parameters:
+                parameter.grad = None
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """Of this rank's shard, with the settings of the optimizer that schedules know."""
+        optimizer: Any = self.optimizer
+        both = zip(optimizer.optim.param_groups, optimizer.param_groups, strict=True)
+        return [{**local, **whole, "params": local["params"]} for local, whole in both]
+
+    def _part(self) -> Optimizer:
+        part: Optimizer = copy.copy(self.optimizer.optim)  # type: ignore[attr-defined]
+        return part
+
+    def round_closed(self, exchange: Exchange) -> None:
+        """Brings the parameters that were stepped to all ranks."""
+        if not self._owners:
+            self._agree(exchange)
+        by_owner: dict[int, list[Tensor]] = {}
+        for parameter in self._stepped:
+            if id(parameter) in self._owners:
+                by_owner.setdefault(self._owners[id(parameter)], []).append(parameter.detach())
+        self._stepped = []
+        for owner, values in sorted(by_owner.items()):
+            exchange.broadcast(values, owner)
+
+    def _agree(self, exchange: Exchange) -> None:
+        """Whose shard each parameter is in, by asking everybody once."""
+        mine = {id(p) for group in self._groups() for p in group["params"]}
+        every = [p for group in self.optimizer.param_groups for p in group["params"]]
+        rows = exchange.gather([int(id(p) in mine) for p in every])
+        for number, parameter in enumerate(every):
+            self._owners[id(parameter)] = next(rank for rank, row in enumerate(rows) if row[number])
+
+
 class TorchsInBackward:
     """Optimizers that torch's `_apply_optimizer_in_backward` has put on the parameters."""
+
+    def round_closed(self, exchange: Exchange) -> None:
+        """Nothing is left to do."""
 
     def __call__(self, parameters: Sequence[nn.Parameter]) -> None:
         for parameter in parameters:
@@ -94,4 +175,5 @@ def make_stepper(
         raise HookError(
             f"overlap_optimizer() takes an optimizer or a function that makes one, not {type(made).__name__}"
         )
-    return StepInBackward(made, clip_value, free_gradients)
+    sharded = any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(made).__mro__)  # not imported to ask
+    return (ShardedStepInBackward if sharded else StepInBackward)(made, clip_value, free_gradients)

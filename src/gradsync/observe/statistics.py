@@ -22,6 +22,8 @@ class Statistics:
     corrected_rounds: int = 0
     """Rounds that needed a second pass for gradients that came after their bucket had left."""
 
+    transport: str = ""
+    """What carries the buckets, and why that and no other."""
     hook: str = ""
     """The communication hook, if one is registered."""
 

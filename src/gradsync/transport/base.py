@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+
+class Request(NamedTuple):
+    """Memory asked for."""
+
+    numel: int
+    dtype: torch.dtype
+    device: torch.device
 
 
 class Work(Protocol):
@@ -37,9 +45,18 @@ class Transport(Protocol):
     size: int
     limit: float
     """Seconds that a collective may take."""
+    reason: str
+    """Why it is this one, if there is more to say than that it is the best."""
 
-    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for a bucket, with anything in it, from which this transport reduces best."""
+    @property
+    def progress(self) -> Callable[[], None] | None:
+        """To be called now and then while something is under way, by a transport that has no thread for it."""
+
+    def allocate(self, requests: Sequence[Request]) -> list[Tensor]:
+        """Memory for buckets, with anything in it, from which this transport reduces best.
+
+        Ranks may have to do this together. The memory lives as long as a tensor over it.
+        """
 
     def reduce(self, buffer: Tensor, scale: float) -> Work:
         """Starts replacing `buffer` on every rank by the sum over the ranks of `scale * buffer`.
@@ -60,8 +77,8 @@ class Transport(Protocol):
     def gather_text(self, text: str) -> list[str]:
         """Every rank's text, of any length."""
 
-    def agree(self, topic: str, text: str) -> list[str]:
-        """Every rank's text on a topic, exchanged beside the collectives.
+    def agree(self, topic: str, text: str, limit: float | None = None) -> list[str]:
+        """Every rank's text on a topic, exchanged beside the collectives within `limit` seconds, if given.
 
         For what some ranks may not know of: those that never bring up the topic are named in a
         `TimeoutError`, where a collective would get entangled with theirs.

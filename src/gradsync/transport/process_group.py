@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradsync import _torch
-from gradsync.transport.base import SparseWork, Work
+from gradsync.transport.base import Request, SparseWork, Work
 
 # Tensors are broadcast in blocks of about this size: few collectives, little extra memory.
 BROADCAST_BYTES = 32 * 1024 * 1024
@@ -21,6 +21,7 @@ class ProcessGroupTransport:
     """The transport for everything: it asks of the group only all-reduce, broadcast and all-gather."""
 
     name = "process_group"
+    progress = None  # c10d has threads of its own
 
     def __init__(self, group: dist.ProcessGroup, own: bool = True) -> None:
         """`own`: over a group of its own with the same ranks, which all of them make now.
@@ -37,9 +38,11 @@ class ProcessGroupTransport:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self.limit = _torch.timeout_of(group).total_seconds()
+        self.reason = ""
+        """Why it is this transport and no other."""
 
-    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(numel, dtype=dtype, device=device)
+    def allocate(self, requests: Sequence[Request]) -> list[Tensor]:
+        return [torch.empty(one.numel, dtype=one.dtype, device=one.device) for one in requests]
 
     def reduce(self, buffer: Tensor, scale: float) -> Work:
         # Scaled before the sum, not after: a sum of float16 gradients overflows easily.
@@ -84,20 +87,24 @@ class ProcessGroupTransport:
         dist.all_gather_object(texts, text, group=self.group)
         return texts
 
-    def agree(self, topic: str, text: str) -> list[str]:
+    def agree(self, topic: str, text: str, limit: float | None = None) -> list[str]:
         store = _torch.store_of(self.group)
         keys = [f"gradsync/{topic}/{rank}" for rank in range(self.size)]
         store.set(keys[self.rank], text)
-        limit = _torch.timeout_of(self.group)
-        silent: list[int] = []
-        for rank, key in enumerate(keys):
-            try:  # once one rank was silent for the whole time, the others had that time too
-                store.wait([key], timedelta(milliseconds=10) if silent else limit)
-            except RuntimeError:
-                silent.append(rank)
-        if silent:
-            raise TimeoutError(f"no word from rank {', '.join(map(str, silent))}")
-        return [store.get(key).decode() for key in keys]
+        try:
+            store.wait(keys, timedelta(seconds=limit or self.limit))
+        except RuntimeError:
+            silent = [rank for rank, key in enumerate(keys) if not store.check([key])]
+            if silent:
+                raise TimeoutError(f"no word from rank {', '.join(map(str, silent))}") from None
+        return [found.decode() for found in _torch.read_all(store, keys)]
+
+    def count(self, what: str) -> int:
+        """How often this rank has asked for this, in the life of the group's store; all ranks ask equally often."""
+        return _torch.store_of(self.group).add(f"gradsync/{what}/{self.rank}", 1)
+
+    def global_ranks(self) -> list[int]:
+        return dist.get_process_group_ranks(self.group)
 
     def _device(self) -> torch.device:
         """Where the group wants small tensors: NCCL only knows GPUs, gloo prefers the CPU."""

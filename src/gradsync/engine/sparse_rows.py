@@ -1,0 +1,93 @@
+"""Rows of sparse gradients that somebody knows beforehand.
+
+A sparse gradient has rows that only its own rank knows, so the ranks exchange indices and values, padded to the
+longest. Whoever knows the rows of all ranks together (the ids of a global batch, say) can spare them that: each
+rank puts its rows into one dense block, which is summed like a bucket. That block is as good as the knowledge,
+so the ranks compare what they know before they trust it, with one small exchange.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradsync.engine.plan import Spec
+from gradsync.errors import InvalidOptionError
+from gradsync.transport.base import Transport
+
+
+@dataclass(frozen=True)
+class KnownRows:
+    """Which rows of one parameter any rank will have a gradient for, in ascending order."""
+
+    ids: Tensor
+    digest: int
+
+    @classmethod
+    def of(cls, ids: Tensor) -> KnownRows:
+        unique = torch.unique(ids.detach().reshape(-1).long())
+        digest = hashlib.blake2b(unique.cpu().numpy().tobytes(), digest_size=7).digest()
+        return cls(unique, int.from_bytes(digest, "big") + 1)  # 0 is for those who know nothing
+
+    def reduce(self, transport: Transport, gradient: Tensor, scale: float) -> Tensor:
+        """The sum over the ranks of `scale * gradient`; its rows are these, also those that nobody used."""
+        gradient = gradient.coalesce()
+        indices, values = gradient.indices()[0], gradient.values()
+        ids = self.ids.to(indices.device)
+        block = values.new_zeros(len(ids), *values.shape[1:])
+        if scale:  # a rank that counts for nothing may have other rows, and NaN in them
+            block[torch.searchsorted(ids, indices)] = values
+        if block.numel():
+            transport.reduce(block.view(-1), scale).wait()
+        return torch.sparse_coo_tensor(ids[None], block, gradient.shape, check_invariants=False, is_coalesced=True)
+
+
+def check_rows(rows: Mapping[str, Tensor], specs: Mapping[str, Spec]) -> dict[str, KnownRows]:
+    """What the user says, checked: names of sparse parameters, and numbers of rows that they have."""
+    known = {}
+    for name, ids in rows.items():
+        spec = specs.get(name)
+        if spec is None or not spec.sparse:
+            sparse = [repr(each.name) for each in specs.values() if each.sparse]
+            raise InvalidOptionError(
+                f"'{name}' is no managed parameter with a sparse gradient. There are: {', '.join(sparse) or 'none'}. "
+                "Names are those of the replicated module, without the wrapper's prefix 'module.'."
+            )
+        made = KnownRows.of(ids)
+        if len(made.ids) and not 0 <= int(made.ids[0]) <= int(made.ids[-1]) < spec.shape[0]:
+            raise InvalidOptionError(
+                f"'{name}' has rows 0 to {spec.shape[0] - 1}, but the rows given go from {int(made.ids[0])} to "
+                f"{int(made.ids[-1])}."
+            )
+        known[name] = made
+    return known
+
+
+def agree(transport: Transport, name: str, gradient: Tensor, known: KnownRows | None, brings: bool) -> KnownRows | None:
+    """What all ranks know of one parameter's rows; None if not all of them do. All ranks call this together.
+
+    `brings`: whether this rank has a gradient that counts. One without, for want of data, need not know either.
+    """
+    strange: list[int] = []
+    if known is not None and brings:
+        indices = gradient.coalesce().indices()[0]
+        strange = indices[~torch.isin(indices, known.ids.to(indices.device))].tolist()
+    rows = transport.gather([int(brings), len(strange), known.digest if known else 0])
+    if any(number for _, number, _ in rows):
+        here = f" Here: {', '.join(map(str, strange[:5]))}{', ...' * (len(strange) > 5)}." if strange else ""
+        others = ", ".join(str(rank) for rank, (_, number, _) in enumerate(rows) if number)
+        raise InvalidOptionError(
+            f"rank {transport.rank}: the gradient of '{name}' has rows on rank {others} that are not among the "
+            f"{len(known.ids) if known else 0} given to set_sparse_rows().{here} Give the rows that any rank uses in "
+            "this step, on all ranks alike, before backward."
+        )
+    if len({digest for brings, _, digest in rows if brings and digest}) > 1:
+        raise InvalidOptionError(
+            f"rank {transport.rank}: set_sparse_rows() was given different rows for '{name}' on different ranks. Give "
+            "the rows that any rank uses in this step, on all ranks alike."
+        )
+    return known if len({digest for _, _, digest in rows}) == 1 else None

@@ -1,0 +1,107 @@
+"""Which transport carries the buckets of a group: what was wished for, else the fastest that all ranks can use."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable
+
+import torch.distributed as dist
+from torch import Tensor
+
+from gradsync import _torch
+from gradsync.errors import InvalidOptionError, SharedMemoryError
+from gradsync.transport.base import Transport
+from gradsync.transport.hierarchical import HierarchicalTransport
+from gradsync.transport.meeting import Assembly, Meeting
+from gradsync.transport.process_group import ProcessGroupTransport
+from gradsync.transport.shared_memory import SharedMemoryTransport
+
+CHOICES = ("auto", "shared_memory", "hierarchical", "process_group")
+VARIABLE = "GRADSYNC_TRANSPORT"
+_log = logging.getLogger("gradsync")
+
+
+def choose(
+    group: dist.ProcessGroup, wish: str, tensors: Iterable[Tensor], own: bool = True, meet: bool = True
+) -> Transport:
+    """A transport for `group` and such tensors. All ranks call this together, and all get the same kind.
+
+    `own`: over a process group of its own, see `ProcessGroupTransport`. `meet`: whether ranks may communicate now;
+    if not, "auto" is the process group.
+    """
+    if wish == "auto":
+        wish = os.environ.get(VARIABLE) or wish
+    base = ProcessGroupTransport(group, own)
+    if wish == "auto" and not meet:
+        base.reason = "nothing may be communicated while the replica is made"
+        return base
+    if base.size == 1 or not _torch.knows(base.group):
+        _check(base, wish)
+        base.reason = "there is one rank" if base.size == 1 else "the process group has no store to meet through"
+        if wish in ("shared_memory", "hierarchical") and base.size > 1:
+            raise SharedMemoryError(f"rank {base.rank}: transport={wish!r} can't be had: {base.reason}")
+        return base
+    elsewhere = sorted({tensor.device.type for tensor in tensors} - {"cpu"})
+    obstacle = f"has parameters on {', '.join(elsewhere)}" if elsewhere else ""
+    assembly = Assembly(base, {"wish": wish, "obstacle": obstacle})
+    try:
+        return _choose(base, assembly, wish)
+    finally:
+        assembly.close()
+
+
+def _choose(base: ProcessGroupTransport, assembly: Assembly, wish: str) -> Transport:
+    wishes: dict[str, list[int]] = {}
+    for rank, said in enumerate(assembly.said):
+        wishes.setdefault(said["wish"], []).append(rank)
+    if len(wishes) > 1:
+        listed = ", ".join(f"{text!r} on rank {', '.join(map(str, ranks))}" for text, ranks in wishes.items())
+        raise InvalidOptionError(f"rank {base.rank}: all ranks must ask for the same transport, but it is {listed}.")
+    _check(base, wish)
+    if wish == "process_group":
+        base.reason = "asked for"
+        return base
+    reason, meeting = _why_not(assembly, wish), None
+    if not reason:
+        meeting = assembly.connect()
+        reason = meeting.reason
+    if reason:
+        if wish != "auto":
+            raise SharedMemoryError(f"rank {base.rank}: transport={wish!r} can't be had: {reason}.")
+        base.reason = reason
+        if base.rank == 0 and (meeting is not None or not all(said["expected"] for said in assembly.said)):
+            _log.warning("buckets travel through the process group, not through shared memory: %s", reason)
+        return base
+    assert meeting is not None
+    return _make(base, meeting, wish)
+
+
+def _check(base: ProcessGroupTransport, wish: str) -> None:
+    """Only the variable can be wrong here, and only after all ranks have met: none should wait for one that raised."""
+    if wish not in CHOICES:
+        raise InvalidOptionError(
+            f"rank {base.rank}: the variable {VARIABLE} must be one of {', '.join(CHOICES)}, but is {wish!r}"
+        )
+
+
+def _why_not(assembly: Assembly, wish: str) -> str:
+    obstacles: dict[str, list[int]] = {}
+    for rank, said in enumerate(assembly.said):
+        if said["obstacle"]:
+            obstacles.setdefault(said["obstacle"], []).append(rank)
+    if obstacles:
+        return "; ".join(f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in obstacles.items())
+    hosts = assembly.hosts
+    if wish == "shared_memory" and len(hosts) > 1:
+        return f"the ranks are on {len(hosts)} hosts ({' | '.join(' '.join(map(str, host)) for host in hosts)})"
+    if len(hosts) == len(assembly.said):
+        return "each rank is on a host of its own"
+    return ""
+
+
+def _make(base: ProcessGroupTransport, meeting: Meeting, wish: str) -> Transport:
+    assert meeting.memory is not None
+    if len(meeting.hosts) == 1 and wish != "hierarchical":
+        return SharedMemoryTransport(base, meeting.memory)
+    return HierarchicalTransport(base, meeting.memory, meeting.hosts)

@@ -1,0 +1,163 @@
+"""How the ranks of a group find out who shares a host with whom, and connect.
+
+All ranks of the group take part, whatever they wish for, and all come to the same end: what each has to say goes
+through the group's store, and is read by all before anybody acts on it. Three steps, each of which names the rank
+that does not take it:
+
+1. every rank tells where it is, under which name its door is, and what it wishes;
+2. ranks at the same place connect;
+3. every rank tells whether that went well.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import secrets
+import sys
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gradsync import _torch
+from gradsync.errors import ReplicaLostError
+from gradsync.transport import link
+from gradsync.transport.process_group import ProcessGroupTransport
+from gradsync.transport.symmetric import HostMemory
+
+# Once all ranks have said where they are, connecting takes milliseconds.
+HANDSHAKE_SECONDS = 10.0
+# A rank that fails at once waits for the word of those that wait for it.
+VERDICT_SECONDS = 2 * HANDSHAKE_SECONDS
+_VERDICT = "verdict"
+# Where a word written after the data is also seen after it by other cores.
+_ORDERED_MACHINES = ("x86_64", "AMD64", "i686")
+# One for each set of ranks, for as long as a transport uses it.
+_memories: weakref.WeakValueDictionary[str, HostMemory] = weakref.WeakValueDictionary()
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """What all ranks know after it."""
+
+    hosts: list[list[int]]
+    """Ranks of the group by the place they are at, in the order of their lowest rank."""
+    memory: HostMemory | None
+    """Shared by the ranks of this host; None if something went wrong."""
+    reason: str
+    """Why ranks that share a host could not be connected; the same text on all ranks."""
+
+
+def obstacle() -> str:
+    """Why this machine can't share memory between processes, if it can't."""
+    if sys.platform != "linux" or not hasattr(os, "memfd_create"):
+        return "it needs Linux with memfd_create"
+    if platform.machine() not in _ORDERED_MACHINES:
+        return f"it relies on the memory order of x86, and this is {platform.machine()}"
+    return ""
+
+
+class Assembly:
+    """The ranks of one group, who have come to agree on something."""
+
+    def __init__(self, group: ProcessGroupTransport, said: Mapping[str, Any]) -> None:
+        """All ranks at the same time; `said` is what this rank tells the others."""
+        self._group = group
+        try:
+            self._number = group.count("meetings")
+        except RuntimeError as error:
+            raise self._store_lost(error) from None
+        problem, fault = obstacle() or said["obstacle"], ""
+        self._door, place = None, f"rank {group.rank}"
+        if not problem:
+            try:
+                place, self._door = link.location(), link.Door()
+            except OSError as error:  # the other ranks are waiting: no time to raise
+                fault = f"could not open a socket: {error.strerror or error}"
+        # Held until the end: what this rank says it has, it must still have when all go by it.
+        self._known = {name: memory for name, memory in _memories.items() if _is_for(group.rank, memory)}
+        mine = {
+            **said,
+            "obstacle": problem or fault,
+            "expected": not fault,
+            "place": place,
+            "door": self._door.name if self._door else "",
+            "token": secrets.token_hex(16),
+            "limit": group.limit,
+            "known": sorted(self._known),
+        }
+        self.said: list[dict[str, Any]] = [json.loads(text) for text in self._exchange("hello", json.dumps(mine))]
+
+    def close(self) -> None:
+        if self._door is not None:
+            self._door.close()
+
+    @property
+    def hosts(self) -> list[list[int]]:
+        places: dict[str, list[int]] = {}
+        for rank, one in enumerate(self.said):
+            places.setdefault(one["place"], []).append(rank)
+        return list(places.values())
+
+    def connect(self) -> Meeting:
+        """Ranks that share a host get memory in common."""
+        host = next(ranks for ranks in self.hosts if self._group.rank in ranks)
+        memory, problem = None, ""
+        try:
+            memory = self._memory_of(host)
+        except Exception as error:
+            problem = str(error) if isinstance(error, link.HandshakeError) else f"rank {self._group.rank}: {error}"
+        finally:
+            self.close()
+        problems = self._exchange(_VERDICT, problem, VERDICT_SECONDS)
+        reason = "; ".join(dict.fromkeys(text for text in problems if text))
+        return Meeting(self.hosts, None if reason else memory, reason)
+
+    def _memory_of(self, host: Sequence[int]) -> HostMemory:
+        """The memory that these ranks have in common already, or a new one."""
+        limit = self.said[host[0]]["limit"]
+        key = f"{self._group.global_ranks()}/{list(host)}/{limit}/"
+        for name in sorted(set.intersection(*(set(self.said[rank]["known"]) for rank in host))):
+            if name.startswith(key):
+                return self._known[name]
+        assert self._door is not None
+        token = self.said[host[0]]["token"]
+        names = {rank: self.said[rank]["door"] for rank in host if rank != self._group.rank}
+        connected = link.connect(
+            self._door, self._group.rank, names, bytes.fromhex(token), HANDSHAKE_SECONDS, self._has_failed
+        )
+        made = _memories[key + self.said[host[0]]["door"]] = HostMemory(connected, limit)
+        return made
+
+    def _has_failed(self, rank: int) -> bool:
+        """Asked of a rank of this host before all of them are connected: only failure makes it speak so early."""
+        return _torch.store_of(self._group.group).check([f"gradsync/{self._topic(_VERDICT)}/{rank}"])
+
+    def _topic(self, step: str) -> str:
+        return f"meeting/{self._number}/{step}"
+
+    def _exchange(self, step: str, text: str, limit: float | None = None) -> list[str]:
+        try:
+            return self._group.agree(self._topic(step), text, limit)
+        except TimeoutError as silent:
+            self.close()
+            raise ReplicaLostError(
+                f"rank {self._group.rank}: the ranks of the group meet to find out who shares a host with whom, and "
+                f"there is {silent}. Either it died, see its own output, or it does not replicate its module."
+            ) from None
+        except RuntimeError as error:
+            self.close()
+            raise self._store_lost(error) from None
+
+    def _store_lost(self, error: Exception) -> ReplicaLostError:
+        return ReplicaLostError(
+            f"rank {self._group.rank}: the store through which the ranks of the group meet is gone: {error}. It lives "
+            "in the process of rank 0, unless torchrun keeps it: see that one's output."
+        )
+
+
+def _is_for(rank: int, memory: HostMemory) -> bool:
+    """Whether it can be used again: not if ranks have lost each other, or have been numbered anew."""
+    return not memory.link.troubled and not memory.link.forked and memory.link.rank == rank

@@ -1,0 +1,196 @@
+"""Memory that all ranks of a host have mapped: a file without a name, gone with the last of them.
+
+The lowest rank makes the file with `memfd_create`, which needs no `/dev/shm` and no name, and passes its descriptor
+on. Each rank then has its own part of it backed by real memory, so that too little of it is an error here and now,
+on all ranks, and not a bus error in the middle of a round.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import struct
+import weakref
+from pathlib import Path
+
+from gradsync.errors import SharedMemoryError
+from gradsync.transport.link import Link
+
+_OFFER = struct.Struct("=q")
+_F_ADD_SEALS, _F_SEAL_SHRINK, _F_SEAL_GROW = 1033, 2, 4  # Linux; not every Python has names for them
+# A container's or a job's limit: where its folder is, by the controller in /proc/self/cgroup, and its files.
+_LIMITS = {
+    "": ("/sys/fs/cgroup", "memory.max", "memory.current"),
+    "memory": ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+}
+_GIVEN_BACK = ("active_file", "inactive_file")  # files that the kernel keeps in memory while nobody needs it
+
+
+class MemoryFile:
+    """Memory that the ranks of a link have in common. Freed when the last tensor over it is."""
+
+    def __init__(self, link: Link, header: int, slot: int, limit: float) -> None:
+        """All ranks at the same time; `header` bytes in common and `slot` bytes for each of them."""
+        link.check()
+        ranks = link.ranks
+        self.slot, self.header = slot, header
+        self.size = header + slot * len(ranks)
+        position = ranks.index(link.rank)
+        start = 0 if position == 0 else self.start_of(position)
+        descriptor, problem = _make_or_receive(link, self.size, limit)
+        mapped = None
+        try:
+            if not problem:
+                mapped, problem = _map(descriptor, self.size, start, self.start_of(position + 1))
+            problems = _agree(link, problem, limit)
+        except BaseException:  # a rank is gone, or late
+            _let_go(descriptor, mapped)
+            raise
+        if problems or mapped is None:
+            _let_go(descriptor, mapped)
+            raise SharedMemoryError(
+                f"rank {link.rank}: {len(ranks)} ranks asked for {slot:,} bytes of shared memory each, "
+                f"{self.size:,} in all, and could not get them: {'; '.join(problems)}. Give the host or container "
+                "more memory or the process a higher limit, or pass transport='process_group'."
+            )
+        self.memory = memoryview(mapped)
+        _maps[mapped] = descriptor, self.size
+        weakref.finalize(mapped, os.close, descriptor).atexit = False
+
+    def start_of(self, position: int) -> int:
+        """Where the slot of the rank at this position begins."""
+        return self.header + self.slot * position
+
+
+# --- making one, together --------------------------------------------------------------------------------
+
+
+def _make_or_receive(link: Link, size: int, limit: float) -> tuple[int, str]:
+    """A descriptor of the common file, or -1 and what went wrong."""
+    leader = link.ranks[0]
+    if link.rank == leader:
+        return _make(link, size, limit)
+    message, descriptors = link.receive(leader, limit)
+    (offered,) = _OFFER.unpack(message)
+    if descriptors and offered == size:
+        return descriptors[0], ""
+    for descriptor in descriptors:
+        os.close(descriptor)
+    if offered != size:
+        return -1, f"rank {leader} asked for {offered:,} bytes in all, but rank {link.rank} for {size:,}"
+    return -1, f"rank {link.rank} was sent no descriptor, or has too many open files (ulimit -n)"
+
+
+def _make(link: Link, size: int, limit: float) -> tuple[int, str]:
+    descriptor, problem = -1, ""
+    try:
+        if size > (available := _available()):
+            raise OSError(errno.ENOMEM, f"only {available:,} bytes are available")
+        descriptor = os.memfd_create("gradsync", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(descriptor, size)
+        # Nobody can shrink it under somebody who reads.
+        fcntl.fcntl(descriptor, _F_ADD_SEALS, _F_SEAL_SHRINK | _F_SEAL_GROW)
+    except OSError as error:
+        problem = f"rank {link.rank}: {_explain(error)}"
+    try:
+        for peer in link.peers:
+            link.send(peer, _OFFER.pack(size), limit, [] if problem else [descriptor])
+    except BaseException:
+        _let_go(descriptor)
+        raise
+    if problem:
+        _let_go(descriptor)
+        descriptor = -1
+    return descriptor, problem
+
+
+def _let_go(descriptor: int, mapped: mmap.mmap | None = None) -> None:
+    if mapped is not None:
+        mapped.close()
+    if descriptor >= 0:
+        os.close(descriptor)
+
+
+def _map(descriptor: int, size: int, start: int, end: int) -> tuple[mmap.mmap | None, str]:
+    """The whole file mapped, and the bytes from `start` to `end` backed by memory near this rank's core."""
+    mapped = None
+    try:
+        mapped = mmap.mmap(descriptor, size, mmap.MAP_SHARED)
+        if end > start:
+            os.posix_fallocate(descriptor, start, end - start)
+    except OSError as error:
+        return mapped, _explain(error)
+    return mapped, ""
+
+
+def _agree(link: Link, problem: str, limit: float) -> list[str]:
+    """What went wrong on any rank, told to all."""
+    leader = link.ranks[0]
+    if problem and not problem.startswith("rank"):
+        problem = f"rank {link.rank}: {problem}"
+    if link.rank != leader:
+        link.send(leader, b"=" + problem.encode(), limit)
+        verdict = link.receive(leader, limit)[0]
+    else:
+        said = [problem] + [link.receive(peer, limit)[0][1:].decode() for peer in link.peers]
+        verdict = b"=" + "\n".join(dict.fromkeys(text for text in said if text)).encode()[:32_000]
+        for peer in link.peers:
+            link.send(peer, verdict, limit)
+    return [text for text in verdict[1:].decode(errors="replace").split("\n") if text]
+
+
+def _available() -> int:
+    """Bytes that the host, or the container's limit, has left: asking for more would get a process killed."""
+    found = [1024 * int(line.split()[1]) for line in _lines("/proc/meminfo") if line.startswith("MemAvailable")]
+    for line in _lines("/proc/self/cgroup"):
+        _, controller, path = line.split(":", 2)
+        root, most, used = _LIMITS.get(controller, ("", "", ""))
+        own = Path(root, path.lstrip("/"))
+        for folder in (own, *own.parents) if root else ():
+            numbers = [*_lines(f"{folder}/{most}"), *_lines(f"{folder}/{used}")]
+            if len(numbers) == 2 and all(number.isdigit() for number in numbers):
+                found.append(int(numbers[0]) - int(numbers[1]) + _given_back(folder))
+    return min(found, default=2**62)
+
+
+def _given_back(folder: Path) -> int:
+    entries = (line.split() for line in _lines(f"{folder}/memory.stat"))
+    return sum(int(entry[1]) for entry in entries if entry[0] in _GIVEN_BACK)
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text().splitlines()
+    except OSError:
+        return []
+
+
+def _explain(error: OSError) -> str:
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return "too many open files (ulimit -n)"
+    return error.strerror or str(error)
+
+
+# --- fork ------------------------------------------------------------------------------------------------
+
+_maps: weakref.WeakKeyDictionary[mmap.mmap, tuple[int, int]] = weakref.WeakKeyDictionary()
+_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
+_mmap = ctypes.CDLL(None, use_errno=True).mmap
+_mmap.restype = ctypes.c_void_p
+_mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+
+
+def _in_child() -> None:
+    """A forked child sees the memory as it is, as it does all other memory, but what it writes is its own."""
+    for mapped, (descriptor, size) in list(_maps.items()):
+        address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+        access = mmap.PROT_READ | mmap.PROT_WRITE
+        how = mmap.MAP_PRIVATE | _MAP_FIXED | _MAP_NORESERVE
+        if _mmap(address, size, access, how, descriptor, 0) != address:
+            os.abort()  # else what this child writes would disturb all ranks
+
+
+os.register_at_fork(after_in_child=_in_child)

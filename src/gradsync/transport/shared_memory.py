@@ -1,0 +1,103 @@
+"""Buckets between the ranks of one host, in memory that all of them see. For tensors on the CPU.
+
+Gradients are written where they are reduced. What is rare or odd (sparse gradients, other devices, text) goes the
+way of the process group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from gradsync.transport import symmetric
+from gradsync.transport.base import Request, SparseWork, Work
+from gradsync.transport.process_group import ProcessGroupTransport
+from gradsync.transport.symmetric import HostMemory, SymmetricTensor
+
+STAGING_BYTES = 1024 * 1024
+
+
+class SharedMemoryTransport:
+    """The transport for a group whose ranks all share a host."""
+
+    name = "shared_memory"
+    reason = "all ranks share a host"
+
+    def __init__(self, group: ProcessGroupTransport, memory: HostMemory) -> None:
+        self._group = group
+        self._memory = memory
+        self.rank, self.size, self.limit = group.rank, group.size, group.limit
+        self.progress = symmetric.progress_now_and_then
+        self._at: dict[int, SymmetricTensor] = {}  # by the address of this rank's slot
+        self._staging: SymmetricTensor | None = None
+        self._shown_as: object = None
+        self._shown: list[Tensor] = []
+
+    def allocate(self, requests: Sequence[Request]) -> list[Tensor]:
+        ours = [one for one in requests if one.device.type == "cpu" and symmetric.can_sum(one.dtype)]
+        made = iter(self._memory.allocate([(one.numel, one.dtype) for one in ours]) if ours else ())
+        rest = iter(self._group.allocate([one for one in requests if one not in ours]))
+        return [self._remember(next(made)) if one in ours else next(rest) for one in requests]
+
+    def _remember(self, made: SymmetricTensor) -> Tensor:
+        address = made.tensor().data_ptr()
+        self._at[address] = made
+        return made.release_with_tensor(partial(self._at.pop, address, None))
+
+    def reduce(self, buffer: Tensor, scale: float) -> Work:
+        found = self._at.get(buffer.untyped_storage().data_ptr()) if buffer.device.type == "cpu" else None
+        if found is None:
+            return self._group.reduce(buffer, scale)
+        start = int(buffer.storage_offset())
+        return self._begin(found, scale, start, start + buffer.numel())
+
+    def _begin(self, found: SymmetricTensor, scale: float, start: int, stop: int) -> Work:
+        return found.reduce(scale, start, stop)
+
+    def reduce_sparse(self, gradient: Tensor, scale: float) -> SparseWork:
+        return self._group.reduce_sparse(gradient, scale)
+
+    def broadcast(self, tensors: Sequence[Tensor], source: int) -> None:
+        """Small ones, such as buffers in every round, through memory; a whole model goes with the group."""
+        tensors = [tensor.data for tensor in tensors if tensor.numel()]  # `.data`: see `process_group._unpack`
+        if not tensors:
+            return
+        nbytes = sum(symmetric.up(tensor.nbytes, symmetric.LINE) for tensor in tensors)
+        if nbytes > STAGING_BYTES or any(tensor.device.type != "cpu" for tensor in tensors):
+            self._group.broadcast(tensors, source)
+            return
+        if self._staging is None:
+            (self._staging,) = self._memory.allocate([(STAGING_BYTES, torch.uint8)])
+        shown = self._views(source, tensors)
+        if self.rank == source:
+            self._staging.await_taken()
+            torch._foreach_copy_(shown, tensors)
+        with self._staging.shown_by(source):
+            if self.rank != source:
+                torch._foreach_copy_(tensors, shown)
+
+    def _views(self, source: int, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """For each tensor its place in the staging slot of rank `source`."""
+        key = source, tuple([(tensor.dtype, tensor.shape) for tensor in tensors])
+        if key != self._shown_as:
+            assert self._staging is not None
+            offset, views = 0, []
+            with torch.inference_mode(False):  # as in `SymmetricTensor.tensor`
+                slot = self._staging.tensor(source)
+                for tensor in tensors:
+                    views.append(slot[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+                    offset += symmetric.up(tensor.nbytes, symmetric.LINE)
+            self._shown_as, self._shown = key, views
+        return self._shown
+
+    def gather(self, numbers: Sequence[int]) -> list[list[int]]:
+        return self._group.gather(numbers)
+
+    def gather_text(self, text: str) -> list[str]:
+        return self._group.gather_text(text)
+
+    def agree(self, topic: str, text: str, limit: float | None = None) -> list[str]:
+        return self._group.agree(topic, text, limit)
