@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from gradsync._version import __version__
-from gradsync.cli.bench import bench
+from gradsync.cli.bench.command import bench
 from gradsync.cli.demo import demo
 
 app = typer.Typer(

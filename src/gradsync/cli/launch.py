@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType, TracebackType
@@ -31,7 +31,7 @@ TAIL_LINES = 12
 #    lying there would be imported instead of Python's own.
 #  - PR_SET_PDEATHSIG (1): the kernel ends the rank when the parent ends, however it ends. If the parent
 #    was gone before the call, nobody will tell: compare its id.
-_BOOT = """\
+BOOT = """\
 import json, sys
 start = json.loads(sys.argv.pop(1))
 sys.path[:] = start["path"]
@@ -68,7 +68,7 @@ def describe_status(status: int) -> str:
 
 
 @dataclass
-class _Rank:
+class Rank:
     """One process; owns its inbox and the file with its output."""
 
     number: int
@@ -101,7 +101,7 @@ class _Rank:
 
     def signal(self, number: signal.Signals) -> None:
         """To the rank's whole session, so that processes it started (data loaders) go with it."""
-        if self.status is None:
+        if self.process.poll() is None:
             os.killpg(self.process.pid, number)
 
     def close(self) -> None:
@@ -113,14 +113,19 @@ class Ranks:
     """The ranks of one run, as a context: none is alive after it."""
 
     def __init__(self, module: str, arguments: Sequence[str], *, ranks: int) -> None:
-        self._ranks: list[_Rank] = []
+        self._ranks: list[Rank] = []
         self._port = reserve_port()
         try:
-            for rank in range(ranks):
-                self._ranks.append(_start(rank, ranks, self._port.getsockname()[1], module, arguments))
+            for rank in self._start(module, arguments, ranks, self._port.getsockname()[1]):
+                self._ranks.append(rank)
         except BaseException:
             self.close()
             raise
+
+    def _start(self, module: str, arguments: Sequence[str], ranks: int, port: int) -> Iterator[Rank]:
+        """One by one, so that those started before a failure are known. Another launcher overrides this."""
+        for rank in range(ranks):
+            yield start_rank(rank, environment(rank, ranks, port), module, arguments)
 
     def __enter__(self) -> Ranks:
         return self
@@ -147,7 +152,7 @@ class Ranks:
         for rank in self._ranks:
             yield from rank.drain()
 
-    def _ready(self) -> list[_Rank]:
+    def _ready(self) -> list[Rank]:
         with selectors.DefaultSelector() as selector:
             for rank in self._ranks:
                 if not rank.inbox.ended:
@@ -175,20 +180,23 @@ class Ranks:
                 rank.process.wait()
 
 
-def _guilt(rank: _Rank) -> tuple[bool, float]:
+def _guilt(rank: Rank) -> tuple[bool, float]:
     killed = (rank.status or 0) < 0
     return (not killed, rank.failed_at if rank.failed_at is not None else float("inf"))
 
 
-def _start(rank: int, ranks: int, port: int, module: str, arguments: Sequence[str]) -> _Rank:
+def start_rank(
+    rank: int, variables: Mapping[str, str], module: str, arguments: Sequence[str], inside: Sequence[str] = ()
+) -> Rank:
+    """`inside`: a command that runs another one in its place, as `ip netns exec NAME` does."""
     start = json.dumps({"path": sys.path, "parent": os.getpid(), "module": module})
-    # A file, not a pipe: nobody has to keep it from filling up. Closed by `_Rank.close`.
+    # A file, not a pipe: nobody has to keep it from filling up. Closed by `Rank.close`.
     output = tempfile.TemporaryFile()  # noqa: SIM115
     reading, writing = os.pipe()
     try:
         process = subprocess.Popen(
-            [sys.executable, "-c", _BOOT, start, *arguments],
-            env={**os.environ, **_environment(rank, ranks, port), report.FD_VARIABLE: str(writing)},
+            [*inside, sys.executable, "-c", BOOT, start, *arguments],
+            env={**os.environ, **variables, report.FD_VARIABLE: str(writing)},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
@@ -201,10 +209,10 @@ def _start(rank: int, ranks: int, port: int, module: str, arguments: Sequence[st
         raise
     finally:
         os.close(writing)
-    return _Rank(rank, process, report.Inbox(reading), output)
+    return Rank(rank, process, report.Inbox(reading), output)
 
 
-def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
+def environment(rank: int, ranks: int, port: int) -> dict[str, str]:
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

@@ -1,4 +1,4 @@
-"""What is trained while measuring: many tiny parameters for time, a few large ones for memory."""
+"""What is trained to see the cost of each parameter: many tiny ones, next to no arithmetic."""
 
 from __future__ import annotations
 
@@ -27,7 +27,3 @@ def make_chain(parameters: int) -> nn.Module:
 
 def chain_input() -> Tensor:
     return torch.ones(PER_BLOCK * WIDTH)
-
-
-def make_mlp(width: int, layers: int) -> nn.Module:
-    return nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))

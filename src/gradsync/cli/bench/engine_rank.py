@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gradsync.cli.bench_contenders import IN_TIME, Contender
-from gradsync.cli.bench_models import chain_input, make_chain
+from gradsync.cli.bench.chain import chain_input, make_chain
+from gradsync.cli.bench.contenders import IN_ENGINE, Contender
 from gradsync.cli.report import Reporter, reporting
 
-MODULE = "gradsync.cli.bench_engine_rank"
+MODULE = "gradsync.cli.bench.engine_rank"
 WARM_UP = 4  # torch arranges its buckets anew after the first round, gradsync learns in it
 
 
@@ -55,7 +55,7 @@ class Entrant:
         self.key = contender.key
         module = make_chain(parameters)
         self._parameters = list(module.parameters())
-        self._module: nn.Module = contender.wrap(module)
+        self._module: nn.Module = contender.wrap(module).module
 
     def round(self, x: Tensor) -> None:
         for parameter in self._parameters:  # zero_grad without the search for parameters
@@ -72,7 +72,7 @@ class Entrant:
 
 def compete(parameters: int, rounds: int, report: Reporter | None) -> None:
     x = chain_input()
-    entrants = [Entrant(contender, parameters) for contender in IN_TIME]
+    entrants = [Entrant(contender, parameters) for contender in IN_ENGINE]
     for _ in range(WARM_UP):
         for entrant in entrants:
             entrant.round(x)

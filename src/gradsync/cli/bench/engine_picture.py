@@ -8,8 +8,8 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
 
-from gradsync.cli.bench_contenders import PLAIN, REPLICATE, TORCH, TORCH_BEST, WRAPPER, contender
-from gradsync.cli.bench_result import Cost, Result
+from gradsync.cli.bench.contenders import PLAIN, REPLICATE, TORCH, TORCH_BEST, WRAPPER, contender
+from gradsync.cli.bench.engine_result import Cost, Result
 from gradsync.cli.display import count
 from gradsync.cli.picture import GRID, INK, QUIET
 

@@ -1,23 +1,21 @@
-"""`gradsync bench engine`: its arithmetic, its memory rank, and one tiny run."""
+"""`gradsync bench engine`: its arithmetic, and one tiny run."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
 from pathlib import Path
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from gradsync.cli import bench_table
 from gradsync.cli.app import app
-from gradsync.cli.bench_contenders import IN_TIME
-from gradsync.cli.bench_engine_rank import Job
-from gradsync.cli.bench_memory_rank import MIB, forget_peak, peak_bytes
-from gradsync.cli.bench_models import chain_input, make_chain
-from gradsync.cli.bench_result import Cost, Growth, Peak, Result, Times, costs_of, growths_of
+from gradsync.cli.bench import engine_table
+from gradsync.cli.bench.chain import chain_input, make_chain
+from gradsync.cli.bench.contenders import IN_ENGINE
+from gradsync.cli.bench.engine_rank import Job
+from gradsync.cli.bench.engine_result import Cost, Growth, Result, Times, costs_of, growths_of
 
 
 def rounds_with(overhead: float) -> list[Times]:
@@ -60,21 +58,9 @@ def test_every_parameter_of_the_chain_gets_a_gradient() -> None:
     assert all(g is not None and torch.equal(g, torch.ones(8)) for g in gradients)
 
 
-def test_a_peak_can_be_forgotten() -> None:
-    large = bytearray(os.urandom(64 * MIB))  # written to, so it is resident
-    high = peak_bytes()
-    del large
-    forget_peak()
-    assert high - peak_bytes() > 32 * MIB
-
-
-def test_memory_is_shown_above_no_communication() -> None:
-    peaks = [Peak(contender=c, parameters=5, start_mib=m, steady_mib=m) for c, m in (("plain", 100), ("torch", 250))]
-    growths = [Growth(ranks=2, contender="torch", exponent=0.9)]
-    result = Result(costs=[], growths=growths, peaks=peaks, seconds=1.0, processor="")
-    cells = [list(column.cells) for column in bench_table.memory_table(result).columns]
-    assert cells[1] == ["100", "+150"]
-    assert "0.90  at most linear" in list(bench_table.growth_table(result).columns[1].cells)
+def test_growth_is_put_in_words() -> None:
+    result = Result(costs=[], growths=[Growth(ranks=2, contender="torch", exponent=0.9)], seconds=1.0)
+    assert "0.90  at most linear" in list(engine_table.growth_table(result).columns[1].cells)
 
 
 @pytest.mark.parametrize("numbers", ["", "x", "15", "0", "100,-10"])
@@ -85,14 +71,14 @@ def test_numbers_that_make_no_chain_are_refused(numbers: str, tmp_path: Path) ->
 
 
 def test_a_tiny_run(tmp_path: Path) -> None:
-    options = {"--ranks": "1", "--rounds": "1", "--parameters": "20,10", "--memory-width": "0", "--out": str(tmp_path)}
+    options = {"--ranks": "1", "--rounds": "1", "--parameters": "20,10", "--out": str(tmp_path)}
     done = CliRunner().invoke(app, ["bench", "engine", *(word for pair in options.items() for word in pair)])
     assert done.exit_code == 0, done.output
     assert "measuring rounds of 1 rank" in done.output
     assert "\x1b" not in done.output
     result = json.loads((tmp_path / "engine.json").read_text())
     found = [(c["parameters"], c["contender"]) for c in result["costs"]]
-    assert found == [(n, contender.key) for n in (10, 20) for contender in IN_TIME]
+    assert found == [(n, contender.key) for n in (10, 20) for contender in IN_ENGINE]
     assert (tmp_path / "engine.png").read_bytes().startswith(b"\x89PNG")
     for name in ("engine.png", "engine.json"):
         assert f"wrote {tmp_path / name}" in done.output

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from gradsync.cli.bench_contenders import PLAIN, REPLICATE, TORCH_BEST, TORCH_VIEWS, WRAPPER, contender
-from gradsync.cli.bench_result import Cost, Growth, Result
+from gradsync.cli.bench.contenders import PLAIN, REPLICATE, TORCH_BEST, WRAPPER, contender
+from gradsync.cli.bench.engine_result import Cost, Growth, Result
+from gradsync.cli.bench.tables import OURS_STYLE, QUIET_STYLE, make_table
 from gradsync.cli.display import count
 
 OURS = (REPLICATE.key, WRAPPER.key)
@@ -20,14 +20,12 @@ def tables(result: Result) -> Iterator[Table]:
         yield cost_table(result, ranks)
     if result.growths:
         yield growth_table(result)
-    if result.peaks:
-        yield memory_table(result)
 
 
 def cost_table(result: Result, ranks: int) -> Table:
     """Host: processor time of the thread that trains. Clock: with the waiting for peers and for the processor."""
     names = ("host\nms", "overhead\nms", "µs per\nparameter", "of torch's\nbest", "clock\nms", "of torch's\nbest")
-    table = _table(f"A round of {count(ranks, 'rank')}, and its overhead above no communication", *names)
+    table = make_table(f"A round of {count(ranks, 'rank')}, and its overhead above no communication", *names)
     for parameters in sorted({cost.parameters for cost in result.costs}):
         table.add_row(Text(f"{parameters:,} parameters", style="bold"))
         for cost in result.of(ranks, parameters):
@@ -59,7 +57,7 @@ def growth_table(result: Result) -> Table:
     """The exponent where the growth is steepest: 1 is linear."""
     groups = sorted({growth.ranks for growth in result.growths})
     names = [f"{count(ranks, 'rank')}\nexponent" for ranks in groups]
-    table = _table("Growth of the overhead with the number of parameters, where it is steepest", *names)
+    table = make_table("Growth of the overhead with the number of parameters, where it is steepest", *names)
     rows: dict[str, list[Growth]] = {}
     for growth in result.growths:
         rows.setdefault(growth.contender, []).append(growth)
@@ -74,31 +72,7 @@ def describe_growth(growth: Growth) -> str:
     return f"{growth.exponent:.2f}  {verdict}"
 
 
-def memory_table(result: Result) -> Table:
-    parameters = result.peaks[0].parameters
-    names = ("steps\nMiB", "start\nMiB")
-    table = _table(f"Peak memory with {parameters:,} numbers to train, above no communication", *names)
-    plain = next(peak for peak in result.peaks if peak.contender == PLAIN.key)
-    for peak in result.peaks:
-        name, style = f"  {contender(peak.contender).name}", _style(peak.contender)
-        if peak is plain:
-            table.add_row(name, f"{peak.steady_mib:.0f}", f"{peak.start_mib:.0f}", style=style)
-        else:
-            steady, start = peak.steady_mib - plain.steady_mib, peak.start_mib - plain.start_mib
-            table.add_row(name, f"{steady:+.0f}", f"{start:+.0f}", style=style)
-    return table
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=Text(title, style="bold"), title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    table.title_style = ""
-    table.add_column("", no_wrap=True, min_width=28)
-    for name in columns:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
-
-
 def _style(key: str) -> str:
     if key in OURS:
-        return "cyan"
-    return "" if key in (TORCH_BEST.key, TORCH_VIEWS.key) else "dim"
+        return OURS_STYLE
+    return "" if key == TORCH_BEST.key else QUIET_STYLE

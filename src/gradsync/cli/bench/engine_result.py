@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-import platform
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
-import torch
-
-from gradsync._version import __version__
-from gradsync.cli.bench_contenders import PLAIN, TORCH_BEST
+from gradsync.cli.bench.contenders import PLAIN, TORCH_BEST
+from gradsync.cli.bench.machine import Machine
 
 LINEAR = 1.1  # an exponent up to here counts as linear growth: timings are never exact
 
@@ -56,25 +53,11 @@ class Growth:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Peak:
-    """Memory of one contender in MiB, the mean over the ranks."""
-
-    contender: str
-    parameters: int
-    start_mib: float  # construction and first steps
-    steady_mib: float  # the steps after them
-
-
-@dataclass(frozen=True, kw_only=True)
 class Result:
     costs: list[Cost]
     growths: list[Growth]
-    peaks: list[Peak]
     seconds: float
-    processor: str
-    gradsync: str = __version__
-    torch: str = torch.__version__
-    python: str = platform.python_version()
+    machine: Machine = field(default_factory=Machine)
 
     def of(self, ranks: int, parameters: int) -> list[Cost]:
         return [c for c in self.costs if c.ranks == ranks and c.parameters == parameters]
@@ -136,11 +119,3 @@ def _exponent(fewer: Cost, more: Cost) -> float:
     if fewer.host_overhead_ms <= 0 or more.host_overhead_ms <= 0:
         return math.nan
     return math.log(more.host_overhead_ms / fewer.host_overhead_ms) / math.log(more.parameters / fewer.parameters)
-
-
-def processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.machine()
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())

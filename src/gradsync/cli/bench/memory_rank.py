@@ -1,4 +1,4 @@
-"""One rank of the memory part of `gradsync bench engine`: the peak while one contender trains an MLP."""
+"""One rank of the memory part of `gradsync bench footprint`: the peak while one contender trains an MLP."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from gradsync.cli.bench_contenders import contender
-from gradsync.cli.bench_models import make_mlp
+from gradsync.cli.bench.contenders import Prepared, contender
+from gradsync.cli.bench.models import make_mlp
+from gradsync.cli.bench.together import Refused, together
 from gradsync.cli.report import reporting
 
-MODULE = "gradsync.cli.bench_memory_rank"
+MODULE = "gradsync.cli.bench.memory_rank"
 BATCH = 4
 MIB = 1024 * 1024
 M_MMAP_THRESHOLD = -3  # malloc.h
@@ -47,27 +47,32 @@ class Peaks(NamedTuple):
 
     start: float  # construction and first steps, in which buckets are made
     steady: float  # the steps after them
+    proportional: float  # after a backward, a page that several ranks see divided among them
     parameters: int
 
 
 def weigh(job: Job) -> Peaks:
-    """Trains for a while, twice."""
+    """Trains for a while, twice. Raises `Refused` where there is no such contender."""
     forget_peak()
-    module = contender(job.contender).wrap(make_mlp(job.width, job.layers))
-    optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
-    start, steady = (train(module, optimizer, job) for _ in range(2))
-    return Peaks(start, steady, sum(p.numel() for p in module.parameters()))
+    prepared = together(lambda: contender(job.contender).wrap(make_mlp(job.width, job.layers)))
+    optimizer = torch.optim.SGD(prepared.module.parameters(), lr=1e-3)
+    start, _ = train(prepared, optimizer, job)
+    steady, proportional = train(prepared, optimizer, job)
+    return Peaks(start, steady, proportional, sum(p.numel() for p in prepared.module.parameters()))
 
 
-def train(module: nn.Module, optimizer: torch.optim.Optimizer, job: Job) -> float:
-    """Returns the peak in MiB, and forgets it."""
+def train(prepared: Prepared, optimizer: torch.optim.Optimizer, job: Job) -> tuple[float, float]:
+    """The peak, which is forgotten, and the proportional size; in MiB."""
     for _ in range(job.steps):
         optimizer.zero_grad(set_to_none=True)
-        module(torch.ones(BATCH, job.width)).sum().backward()
+        prepared.module(torch.ones(BATCH, job.width)).sum().backward()
+        prepared.finish()
         optimizer.step()
-    peak = peak_bytes() / MIB
+    dist.barrier()  # else what a peer has not mapped yet would be ours alone
+    peak, proportional = peak_bytes() / MIB, proportional_bytes() / MIB
+    dist.barrier()
     forget_peak()
-    return peak
+    return peak, proportional
 
 
 def return_memory_at_once() -> None:
@@ -98,13 +103,25 @@ def peak_bytes() -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
 
+def proportional_bytes() -> int:
+    """Where the kernel doesn't tell, nothing is known to be shared."""
+    try:
+        lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return peak_bytes()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+
+
 def main() -> None:
     with reporting() as report:
         job = Job.from_json(sys.argv[1])
         return_memory_at_once()
         torch.set_num_threads(1)
         dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-        report.send("peak", **weigh(job)._asdict())
+        try:
+            report.send("peak", **weigh(job)._asdict())
+        except Refused as refused:
+            report.send("absent", reason=str(refused))
         dist.destroy_process_group()
 
 
