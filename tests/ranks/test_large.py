@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gradsync
-from gradsync.engine import reducer
+from gradsync.engine import bucket
 from tests.support.ranks import Ranks
 
 WIDTH = 300  # 360 kB a weight
@@ -35,7 +35,7 @@ def batch(step: int, part: int) -> Tensor:
 def body() -> None:
     torch.manual_seed(0)
     module = Model()
-    assert module.first.weight.nbytes >= reducer.LARGE
+    assert module.first.weight.nbytes >= bucket.LARGE
     oracle = copy.deepcopy(module)
     replica = gradsync.replicate(module, bucket_cap_mb=0.1)
     times = [1, 1, 2, 3, 1]

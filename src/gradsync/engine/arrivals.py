@@ -59,6 +59,8 @@ class Arrivals:
         self.dirty: set[int] = set()
         self.expected = [0] * len(parameters)
         """How often each parameter arrived in the round in which it did so most often."""
+        self.as_expected = False
+        """Whether in the latest round each parameter arrived as often as it ever did."""
         self.bucket_of = [-1] * len(parameters)
         """-1: no plan yet, or a sparse gradient, which needs no bucket."""
         self.large: set[int] = set()
@@ -97,7 +99,8 @@ class Arrivals:
     def synchronised(self) -> None:
         """The round has carried every gradient; what came is expected the next time."""
         self.dirty = set()
-        if self.counts != self.expected:
+        self.as_expected = self.counts == self.expected
+        if not self.as_expected:
             self.expected = list(map(max, self.expected, self.counts))
             self._all_missing = []
 

@@ -51,7 +51,8 @@ class Buffers:
 
     def named(self) -> list[tuple[str, Tensor]]:
         """All buffers that are not ignored; modules replace them freely."""
-        if self._structure.changed() or self._registered.changed():
+        # `module.to()` replaces buffers without telling anybody.
+        if self._structure.changed() or self._registered.changed() or self._registered.replaced():
             self._read()
         return self._named
 

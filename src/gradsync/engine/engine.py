@@ -310,7 +310,7 @@ class Engine:
                 "is not in, so that a backward here would wait for ranks that have left. Sit this phase out, or move "
                 "the module to a group with this rank, on all of its ranks."
             )
-        if self.roster.changed():
+        if self.roster.changed(doubt=not self.reducer.arrivals.as_expected):
             self._agree_on_change()
         if self.joining is not None:
             self.joining.round_opens()

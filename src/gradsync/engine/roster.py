@@ -136,14 +136,17 @@ class Roster:
             rows.append(f"{one.spec.name}: {list(one.spec.shape)} {one.parameter.dtype}{values}")
         return "\n".join(rows)
 
-    def changed(self) -> bool:
-        """Whether parameters were frozen, converted, moved or replaced, or submodules added or replaced."""
+    def changed(self, doubt: bool) -> bool:
+        """Whether parameters were frozen, converted, moved or replaced, or submodules added or replaced.
+
+        `doubt`: some did not arrive as they used to, as if others were in their place.
+        """
         return (
             self._renewed
             or self._compared() != self._rows
-            or self._structure.changed()
+            or self._structure.changed(doubt)
             # While computing faces are in the place of registered ones there is nothing to compare.
-            or (not self.faces.computing and self._registered.changed())
+            or (not self.faces.computing and self._registered.changed(doubt))
         )
 
     def renew_faces(self) -> None:
