@@ -78,7 +78,7 @@ def configuration(ddp: DistributedDataParallel) -> dict[str, Any]:
         "dtypes": ", ".join(sorted({_c_name(spec.dtype) for spec in reducer.specs})),
         "num_parameter_tensors": len(reducer.specs),
         "total_parameter_size_bytes": sum(spec.nbytes for spec in reducer.specs),
-        "bucket_sizes": _sizes(make_plan(reducer.specs, (), engine.options.bucket_caps)),
+        "bucket_sizes": _sizes(make_plan(reducer.specs, (), engine.options.bucket_caps())),
         "has_rebuilt_buckets": int(reducer.plan is not None and (ddp.static_graph or not ddp.find_unused_parameters)),
     }
     if engine.statistics.hook:

@@ -97,7 +97,7 @@ class TorchPrivate:
         def change_process_group(self, group: dist.ProcessGroup) -> None: ...
 
     def _init_private(self, options: Options) -> None:
-        self.bucket_bytes_cap = max(options.bucket_caps)
+        self.bucket_bytes_cap = max(options.bucket_caps())
         self.bucket_bytes_cap_list = [int(cap * MIB) for cap in options.bucket_cap_mb_list]
         self.bucket_bytes_cap_default = options.bucket_cap_mb is None and not options.bucket_cap_mb_list
         self.broadcast_bucket_size = 250 * MIB

@@ -68,9 +68,9 @@ def test_options_are_validated(options: dict[str, Any]) -> None:
 
 def test_bucket_caps() -> None:
     mib = 2**20
-    assert Options().bucket_caps == (mib, 25 * mib)
-    assert Options(bucket_cap_mb=3).bucket_caps == (3 * mib,)
-    assert Options(bucket_cap_mb_list=(1, 2)).bucket_caps == (mib, 2 * mib)
+    assert Options().bucket_caps() == (mib, 25 * mib)
+    assert Options(bucket_cap_mb=3).bucket_caps() == (3 * mib,)
+    assert Options(bucket_cap_mb_list=(1, 2)).bucket_caps() == (mib, 2 * mib)
 
 
 def test_statistics_begin_at_nothing() -> None:

@@ -6,8 +6,15 @@ from torch import nn
 from gradsync.engine.tables import LOOK_ANYWAY, Tables
 
 
-def module() -> nn.Module:
-    return nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.BatchNorm1d(2), nn.Tanh()))
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.rest = nn.Sequential(nn.BatchNorm1d(2), nn.Tanh())
+
+
+def module() -> Small:
+    return Small()
 
 
 def test_nothing_changed() -> None:
@@ -22,17 +29,17 @@ def test_nothing_changed() -> None:
 def test_what_is_registered_anew_is_noticed_at_once() -> None:
     made = module()
     parameters, modules = Tables([made], "_parameters"), Tables([made], "_modules")
-    made[0].weight = nn.Parameter(torch.ones(2, 2))
+    made.linear.weight = nn.Parameter(torch.ones(2, 2))
     assert parameters.changed()
     assert not modules.changed()
-    made[1][1] = nn.ReLU()
+    made.rest[1] = nn.ReLU()
     assert modules.changed()
 
 
 def test_a_new_submodule_and_a_new_parameter() -> None:
     made = module()
     parameters, modules = Tables([made], "_parameters"), Tables([made], "_modules")
-    made[1][1].register_parameter("scale", nn.Parameter(torch.ones(1)))  # in a table that was empty
+    made.rest[1].register_parameter("scale", nn.Parameter(torch.ones(1)))  # in a table that was empty
     made.add_module("more", nn.Tanh())
     assert parameters.changed()
     assert modules.changed()
@@ -41,13 +48,13 @@ def test_a_new_submodule_and_a_new_parameter() -> None:
 def test_a_table_written_to_directly_is_noticed_in_doubt_or_in_time() -> None:
     made = module()
     tables = Tables([made], "_parameters")
-    made[0]._parameters["weight"] = nn.Parameter(torch.ones(2, 2))
+    made.linear._parameters["weight"] = nn.Parameter(torch.ones(2, 2))
     assert not tables.changed()
     assert tables.changed(doubt=True)
 
     made = module()
     tables = Tables([made], "_parameters")
-    made[0]._parameters["weight"] = nn.Parameter(torch.ones(2, 2))
+    made.linear._parameters["weight"] = nn.Parameter(torch.ones(2, 2))
     assert any(tables.changed() for _ in range(LOOK_ANYWAY))
 
 

@@ -409,7 +409,7 @@ class Reducer:
         self._transport.broadcast([message], source=0)
         length, *order = message.tolist()
         order = delay(order[:length], self.specs, self.options.delayed, self.options.delayed_until)
-        self.plan = make_plan(self.specs, order, self.options.bucket_caps)
+        self.plan = make_plan(self.specs, order, self.options.bucket_caps(self._transport.usual_caps))
         self.delivery.measure_weights()
         extra = 3 + len(self.plan.sparse)
         self.buckets = make_buckets(self.plan.buckets, self.specs, self._transport, extra)

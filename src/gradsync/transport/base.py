@@ -45,6 +45,8 @@ class Transport(Protocol):
     size: int
     limit: float
     """Seconds that a collective may take."""
+    usual_caps: tuple[int, ...]
+    """Sizes in bytes of the first, second, ... bucket that suit it, the last one counting for all that follow."""
     reason: str
     """Why it is this one, if there is more to say than that it is the best."""
 

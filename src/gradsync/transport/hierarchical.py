@@ -20,6 +20,7 @@ from gradsync import _torch
 from gradsync.errors import ReplicaLostError, RoundTimeoutError
 from gradsync.transport import symmetric
 from gradsync.transport.base import Work
+from gradsync.transport.link import Link
 from gradsync.transport.process_group import ProcessGroupTransport
 from gradsync.transport.shared_memory import SharedMemoryTransport
 from gradsync.transport.symmetric import HostMemory, SymmetricTensor
@@ -29,12 +30,13 @@ class HierarchicalTransport(SharedMemoryTransport):
     """The transport for a group over several hosts of which at least one has several ranks."""
 
     name = "hierarchical"
+    usual_caps = ProcessGroupTransport.usual_caps
 
     def __init__(self, group: ProcessGroupTransport, memory: HostMemory, hosts: Sequence[Sequence[int]]) -> None:
         super().__init__(group, memory)
         self.reason = f"{group.size} ranks are on {len(hosts)} hosts"
         self._bridge = Bridge(group, hosts)
-        memory.link.restless = _any_busy
+        memory.link.restless = _restless
 
     def broadcast(self, tensors: Sequence[Tensor], source: int) -> None:
         self._group.broadcast(tensors, source)
@@ -112,8 +114,8 @@ class Bridge:
 _bridges: weakref.WeakSet[Bridge] = weakref.WeakSet()
 
 
-def _any_busy() -> bool:
-    return any(bridge.busy() for bridge in _bridges)
+def _restless(link: Link) -> bool:
+    return any(bridge.busy() for bridge in _bridges) or symmetric.waited_for_elsewhere(link)
 
 
 class Crossing:
@@ -121,6 +123,7 @@ class Crossing:
 
     def __init__(self, bridge: Bridge, tensor: SymmetricTensor, scale: float, start: int, stop: int) -> None:
         self._bridge, self._tensor, self._range = bridge, tensor, (start, stop)
+        self.link = tensor.link
         self._operation = tensor.fill(scale)
         self._added_up = self._sent = False
         self._work: Any = None

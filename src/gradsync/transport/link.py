@@ -92,7 +92,7 @@ class Link:
         self.rank = rank
         self.peers = sorted(sockets)
         self.ranks = sorted([rank, *sockets])
-        self.restless: Callable[[], bool] = bool
+        self.restless: Callable[[Link], bool] = _never
         """Whether something is under way of whose end no socket here will tell."""
         self.progress: Callable[[], None] = _nothing
         """What to do while waiting: work for the others."""
@@ -103,7 +103,8 @@ class Link:
         """Somebody waited in vain: the ranks may no longer agree on what comes next."""
         self._sockets = dict(sockets)
         self._inbox: dict[int, deque[tuple[bytes, list[int]]]] = {peer: deque() for peer in sockets}
-        self._gone: set[int] = set()
+        self.gone: set[int] = set()
+        """Ranks of which it is known that they have ended."""
         self._rank_of = {one.fileno(): peer for peer, one in sockets.items()}
         self._looking = threading.Lock()
         self._poll = select.poll()
@@ -158,11 +159,11 @@ class Link:
                 self.progress()
                 if ready():
                     return
-                self._look(RESTLESS_NAP if self.restless() else nap)
+                self._look(RESTLESS_NAP if self.restless(self) else nap)
                 self.progress()
                 if ready():
                     return
-                if self._gone and (lost := self._gone.intersection(who())):
+                if self.gone and (lost := self.gone.intersection(who())):
                     raise self._lost(sorted(lost))
                 if time.monotonic() - began > limit:
                     raise self._late(who(), limit, what)
@@ -205,7 +206,7 @@ class Link:
             except BlockingIOError:
                 pass
             except OSError:
-                self._gone.add(peer)
+                self.gone.add(peer)
                 self._poll.unregister(descriptor)
 
     def _lost(self, peers: list[int]) -> Exception:
@@ -360,6 +361,10 @@ def _close_all(sockets: tuple[socket.socket, ...]) -> None:
 
 def _listed(ranks: Iterable[int]) -> str:
     return ", ".join(map(str, ranks))
+
+
+def _never(_: Link) -> bool:
+    return False
 
 
 def _nothing() -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradsync import _torch
+from gradsync.options import MIB
 from gradsync.transport.base import Request, SparseWork, Work
 
 # Tensors are broadcast in blocks of about this size: few collectives, little extra memory.
@@ -21,6 +22,7 @@ class ProcessGroupTransport:
     """The transport for everything: it asks of the group only all-reduce, broadcast and all-gather."""
 
     name = "process_group"
+    usual_caps: tuple[int, ...] = (MIB, 25 * MIB)
     progress = None  # c10d has threads of its own
 
     def __init__(self, group: dist.ProcessGroup, own: bool = True) -> None:

@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from gradsync.options import MIB
 from gradsync.transport import symmetric
 from gradsync.transport.base import Request, SparseWork, Work
 from gradsync.transport.process_group import ProcessGroupTransport
@@ -25,6 +26,7 @@ class SharedMemoryTransport:
 
     name = "shared_memory"
     reason = "all ranks share a host"
+    usual_caps: tuple[int, ...] = (MIB, 4 * MIB)
 
     def __init__(self, group: ProcessGroupTransport, memory: HostMemory) -> None:
         self._group = group

@@ -40,6 +40,9 @@ _SUMMABLE = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.
 class Step(Protocol):
     """Something under way that goes on whenever somebody asks."""
 
+    link: Link
+    """Between the ranks that take part."""
+
     def advance(self) -> bool:
         """Does what is possible now; whether this rank's part is done."""
 
@@ -84,6 +87,11 @@ def progress_now_and_then() -> None:
         _look_again = now + LOOK_EVERY
 
 
+def waited_for_elsewhere(link: Link) -> bool:
+    """Whether ranks may wait for this one that can't wake it, as they have no part in `link`."""
+    return any(step.link is not link for step in _in_progress)
+
+
 class HostMemory:
     """What the ranks of one link have in common: allocates symmetric tensors, and wakes who sleeps."""
 
@@ -97,6 +105,7 @@ class HostMemory:
         self._asleep_at = [number * _WORDS for number in range(self.size)]
         self._barriers = 0
         link.progress = progress
+        link.restless = waited_for_elsewhere
         link.asleep = partial(self._words.__setitem__, self._asleep_at[self.position])  # no cycle with the link
 
     def allocate(self, requests: Sequence[tuple[int, torch.dtype]]) -> list[SymmetricTensor]:
@@ -142,6 +151,7 @@ class SymmetricTensor:
         self, memory: HostMemory, file: MemoryFile, number: int, offset: int, numel: int, dtype: torch.dtype
     ) -> None:
         self._memory = memory
+        self.link = memory.link
         self.numel, self.dtype = numel, dtype
         self.rank, self.size = memory.position, memory.size
         first = number * self.size * LINE
@@ -287,7 +297,10 @@ class SymmetricTensor:
         def missing() -> list[int]:
             filled, reduced = self._filled.tolist(), self._reduced.tolist()
             unfilled = [at for at, done in enumerate(filled) if done < operation]
-            return unfilled or [at for at, done in enumerate(reduced) if done < operation]
+            unreduced = [at for at, done in enumerate(reduced) if done < operation]
+            if self.link.gone:  # one that filled its slot and is gone won't come, however slow the others are
+                return [at for at in unreduced if self.link.ranks[at] in self.link.gone] or unfilled or unreduced
+            return unfilled or unreduced
 
         self._memory.wait(missing, "a bucket")
 
@@ -318,6 +331,7 @@ class Reduction:
 
     def __init__(self, tensor: SymmetricTensor, scale: float, start: int, stop: int) -> None:
         self._tensor, self._start, self._stop = tensor, start, stop
+        self.link = tensor.link
         self._operation = tensor.fill(scale)
         begin(self)
 
