@@ -17,4 +17,5 @@
 | `run_folder.py`   | the files of one run                                             |
 | `kernel.py`       | the Linux calls that Python has no name for                      |
 | `leaks.py`        | what a test left behind                                          |
+| `hosts.py`        | several hosts on this machine: network namespaces                |
 """

@@ -47,6 +47,9 @@ def choose(
     assembly = Assembly(base, {"wish": wish, "obstacle": obstacle})
     try:
         return _choose(base, assembly, wish)
+    except (InvalidOptionError, SharedMemoryError):
+        assembly.part()
+        raise
     finally:
         assembly.close()
 

@@ -11,6 +11,7 @@ that does not take it:
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -31,6 +32,7 @@ from gradsync.transport.symmetric import HostMemory
 HANDSHAKE_SECONDS = 10.0
 # A rank that fails at once waits for the word of those that wait for it.
 VERDICT_SECONDS = 2 * HANDSHAKE_SECONDS
+PARTING_SECONDS = 2.0
 _VERDICT = "verdict"
 # Where a word written after the data is also seen after it by other cores.
 _ORDERED_MACHINES = ("x86_64", "AMD64", "i686")
@@ -89,6 +91,11 @@ class Assembly:
             "known": sorted(self._known),
         }
         self.said: list[dict[str, Any]] = [json.loads(text) for text in self._exchange("hello", json.dumps(mine))]
+
+    def part(self) -> None:
+        """Before an error: the store may end with this process, and the others should learn the same from it first."""
+        with contextlib.suppress(TimeoutError, RuntimeError):
+            self._group.agree(self._topic("read"), "", PARTING_SECONDS)
 
     def close(self) -> None:
         if self._door is not None:

@@ -38,10 +38,12 @@ class SymmetricMemory:
         if not obstacles and len(hosts) > 1:
             obstacles = [f"the ranks are on {len(hosts)} hosts: {hosts}; make a group for each"]
         if obstacles:
+            assembly.part()
             assembly.close()
             raise SharedMemoryError(f"rank {base.rank}: no memory can be shared: {'; '.join(obstacles)}")
         meeting = assembly.connect()
         if meeting.memory is None:
+            assembly.part()
             raise SharedMemoryError(f"rank {base.rank}: no memory can be shared: {meeting.reason}")
         self._memory = meeting.memory
         self.rank, self.size = base.rank, base.size

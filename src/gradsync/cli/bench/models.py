@@ -130,9 +130,7 @@ MODELS = (
     Model("mlp", "MLP", make_mlp, partial(numbers_batch, rows=64, shape=(MLP_WIDTH,), classes=10), classify),
     Model("small", "1,000 small", make_small, partial(numbers_batch, rows=64, shape=(32,), classes=10), classify),
     Model("conv", "ResNet", make_conv, partial(numbers_batch, rows=8, shape=(3, 32, 32), classes=10), classify),
-    Model(
-        "embedding", "embedding", make_embedding, partial(words_batch, rows=1024, length=64, words=100_000), classify
-    ),
+    Model("embedding", "embedding", make_embedding, partial(words_batch, rows=256, length=16, words=100_000), classify),
 )
 
 
