@@ -68,8 +68,9 @@ class Delivery:
         earlier round left and which is the same on all ranks, or zeros.
         """
         slots = self._slots_of(bucket)
-        gradients = [slot.grad for slot in slots]
-        for slot in slots:
+        gradients: list[Tensor | None] = []
+        for slot in slots:  # one pass: parameters are rarely in the cache
+            gradients.append(slot.grad)
             slot.grad = None
         # A gradient that the view replaces is let go at once: memory for one set is enough.
         # One of no weight is let go too: if nobody else has one, there was none.

@@ -39,10 +39,11 @@ class SharedMemoryTransport:
         self._shown: list[Tensor] = []
 
     def allocate(self, requests: Sequence[Request]) -> list[Tensor]:
-        ours = [one for one in requests if one.device.type == "cpu" and symmetric.can_sum(one.dtype)]
-        made = iter(self._memory.allocate([(one.numel, one.dtype) for one in ours]) if ours else ())
-        rest = iter(self._group.allocate([one for one in requests if one not in ours]))
-        return [self._remember(next(made)) if one in ours else next(rest) for one in requests]
+        ours = [one.device.type == "cpu" and symmetric.can_sum(one.dtype) for one in requests]
+        asked = [(one.numel, one.dtype) for one, is_ours in zip(requests, ours, strict=True) if is_ours]
+        made = iter(self._memory.allocate(asked) if asked else ())
+        rest = iter(self._group.allocate([one for one, is_ours in zip(requests, ours, strict=True) if not is_ours]))
+        return [self._remember(next(made)) if is_ours else next(rest) for is_ours in ours]
 
     def _remember(self, made: SymmetricTensor) -> Tensor:
         address = made.tensor().data_ptr()

@@ -28,8 +28,8 @@ from gradsync.transport.memory_file import MemoryFile
 
 LINE = 64  # bytes in a cache line: what two ranks write must not share one
 PAGE = 4096
-# All slots' blocks together should fit into half of a core's second-level cache.
-BLOCK_BYTES = 256 * 1024
+# All slots' blocks together should be about as large as a core's second-level cache.
+BLOCK_BYTES = 512 * 1024
 LOOK_EVERY = 50e-6
 _WORDS = LINE // 8
 _FILLED, _SCALE, _SUMMED, _CROSSED, _REDUCED, _TAKEN = range(6)
