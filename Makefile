@@ -28,6 +28,7 @@ check: $(VENV)/.test ## ruff and mypy only
 
 bench: $(VENV)/.bench ## speed, bandwidth, memory and the engine's own cost, against torch's and MPI (about 30 min)
 	$(BIN)/gradsync bench step
+	-$(BIN)/gradsync bench hosts  # needs root, for network namespaces
 	$(BIN)/gradsync bench bandwidth
 	$(BIN)/gradsync bench footprint
 	$(BIN)/gradsync bench engine
