@@ -260,7 +260,7 @@ class DistributedDataParallel(TorchPrivate, JoinableReplica, Replica, nn.Module,
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Loaded from a file: over the default group, without communication."""
-        options = dataclasses.replace(state.pop("_saved_options"), init_sync="none")
+        options = dataclasses.replace(state.pop("_saved_options"), init_sync="none", transport="auto")
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._connect(resolve_group(None, self.device_type), options)
 
@@ -268,7 +268,7 @@ class DistributedDataParallel(TorchPrivate, JoinableReplica, Replica, nn.Module,
         duplicate = type(self).__new__(type(self))
         memo[id(self)] = duplicate
         state = self.__getstate__()
-        options = dataclasses.replace(state.pop("_saved_options"), init_sync="none")
+        options = dataclasses.replace(state.pop("_saved_options"), init_sync="none", transport="auto")
         nn.Module.__setstate__(duplicate, {key: copy.deepcopy(value, memo) for key, value in state.items()})
         duplicate._connect(self.process_group, options)
         return duplicate

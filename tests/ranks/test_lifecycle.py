@@ -70,6 +70,21 @@ def test_a_deepcopy_is_a_working_replica(ranks: Ranks, front: str) -> None:
     ranks(deepcopied, 2, front)
 
 
+def copied_by_one_rank(front: str, transport: str) -> None:
+    replica = make(front, model(), transport=transport)
+    train(replica, replica)
+    if dist.get_rank() == 0:
+        copy.deepcopy(replica)
+    train(replica, replica)
+    assert same_on_all_ranks(replica)
+
+
+@FRONTS
+@pytest.mark.parametrize("transport", ["process_group", "shared_memory"])
+def test_one_rank_may_copy_alone_whatever_the_transport(ranks: Ranks, front: str, transport: str) -> None:
+    ranks(copied_by_one_rank, 2, front, transport)
+
+
 def pickled(front: str) -> None:
     replica = make(front, model())
     train(replica, replica)

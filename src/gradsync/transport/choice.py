@@ -30,7 +30,7 @@ def choose(
     `own`: over a process group of its own, see `ProcessGroupTransport`. `meet`: whether ranks may communicate now;
     if not, "auto" is the process group.
     """
-    if wish == "auto":
+    if wish == "auto" and meet:
         wish = os.environ.get(VARIABLE) or wish
     base = ProcessGroupTransport(group, own)
     if wish == "auto" and not meet:
