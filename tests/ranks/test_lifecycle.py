@@ -85,6 +85,16 @@ def test_one_rank_may_copy_alone_whatever_the_transport(ranks: Ranks, front: str
     ranks(copied_by_one_rank, 2, front, transport)
 
 
+def made_by_one_rank() -> None:
+    if dist.get_rank() == 0:
+        for transport in ("auto", "process_group"):
+            gradsync.replicate(model(), init_sync="none", transport=transport)
+
+
+def test_without_a_start_up_exchange_nothing_is_communicated(ranks: Ranks) -> None:
+    ranks(made_by_one_rank, 2)
+
+
 def pickled(front: str) -> None:
     replica = make(front, model())
     train(replica, replica)

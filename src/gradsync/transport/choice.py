@@ -33,8 +33,8 @@ def choose(
     if wish == "auto" and meet:
         wish = os.environ.get(VARIABLE) or wish
     base = ProcessGroupTransport(group, own)
-    if wish == "auto" and not meet:
-        base.reason = "nothing may be communicated while the replica is made"
+    if not meet and wish in ("auto", "process_group"):  # what needs no meeting
+        base.reason = "nothing may be communicated while the replica is made" if wish == "auto" else "asked for"
         return base
     if base.size == 1 or not _torch.knows(base.group):
         _check(base, wish)
