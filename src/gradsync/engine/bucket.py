@@ -55,6 +55,10 @@ class Bucket:
                 stretch = self.data[first.offset : last.offset + last.numel]
                 yield positions[0], positions[-1] + 1, stretch.view(1, -1)
 
+    def holds(self, gradient: Tensor) -> bool:
+        """Whether it lies in this bucket's memory, as what an earlier round delivered may do."""
+        return gradient.untyped_storage().data_ptr() == self.buffer.untyped_storage().data_ptr()
+
     def fill(self, gradients: list[Tensor | None]) -> None:
         """Brings each gradient to its place, if it is not there already, and zeros where there is none."""
         done = 0

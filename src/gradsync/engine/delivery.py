@@ -17,10 +17,11 @@ from gradsync.engine.bucket import Bucket, fill, make_buckets
 from gradsync.engine.plan import BucketPlan
 from gradsync.engine.roster import HasGrad, Managed
 from gradsync.engine.sparse_rows import KnownRows
+from gradsync.engine.touched_rows import touched_rows
 from gradsync.hooks import comm_hook
 from gradsync.hooks.comm_hook import GradBucket, Hook
 from gradsync.options import Options
-from gradsync.transport.base import Transport, Work
+from gradsync.transport.base import RowWork, Transport, Work
 
 _FINE = 2**20  # a weight of one, as an integer
 
@@ -33,6 +34,12 @@ class InFlight:
     work: Work
     used: list[bool]  # by this rank
     held: list[Tensor | None]  # what `.grad` was, where it may be needed again
+    rows: RowWork | None = None  # the work, if single rows may travel
+
+    @property
+    def result(self) -> Tensor | None:
+        """After the work: the gradient itself, if it was summed where it is, row by row."""
+        return None if self.rows is None else self.rows.result
 
 
 class Delivery:
@@ -81,16 +88,42 @@ class Delivery:
         else:
             used = [g is not None and index in dirty for g, index in zip(gradients, bucket.indices, strict=True)]
             held = [None if is_used and lets_go else g for is_used, g in zip(used, gradients, strict=True)]
+        sent = self._rows_to_send(bucket, gradients[0], used[0]) if self._by_rows(bucket) else None
+        if sent is None:
+            self._fill(bucket, gradients, used)
+        bucket.write_tail(used, extra)
+        if self.hook is not None:
+            return InFlight(bucket, self._launch_hook(bucket, number, last), used, held)
+        if self._by_rows(bucket):
+            rows = self._launch_rows(bucket, sent)
+            return InFlight(bucket, rows, used, held, rows)
+        return InFlight(bucket, self._transport.reduce(bucket.buffer, self._scale()), used, held)
+
+    def _fill(self, bucket: Bucket, gradients: list[Tensor | None], used: Sequence[bool]) -> None:
         bucket.fill(gradients)
         if self.gain != 1:  # as in `share_out`
             rows = zip(bucket.views, gradients, used, strict=True)
             shared = [view for view, gradient, is_used in rows if gradient is not None and not is_used]
             if shared:
                 torch._foreach_div_(shared, self.gain)
-        bucket.write_tail(used, extra)
-        if self.hook is not None:
-            return InFlight(bucket, self._launch_hook(bucket, number, last), used, held)
-        return InFlight(bucket, self._transport.reduce(bucket.buffer, self._scale()), used, held)
+
+    def _by_rows(self, bucket: Bucket) -> bool:
+        """Whether single rows may travel: alike on all ranks. Hooks want to see the whole."""
+        return bucket.plan.by_rows and self.hook is None and self.after_reduce is None
+
+    def _rows_to_send(self, bucket: Bucket, gradient: Tensor | None, used: bool) -> tuple[Tensor, Tensor] | None:
+        """A gradient and the numbers of the rows that count; None: the whole."""
+        if not self._scale():
+            gradient = None
+        if gradient is not None and (not used or bucket.holds(gradient)):
+            return None  # what an earlier round left may be needed again, as it is
+        rows = touched_rows(gradient, self._transport.size)
+        return None if rows is None else (torch.zeros_like(bucket.views[0]) if gradient is None else gradient, rows)
+
+    def _launch_rows(self, bucket: Bucket, sent: tuple[Tensor, Tensor] | None) -> RowWork:
+        assert self._transport.reduce_rows is not None
+        gradient, rows = (bucket.views[0], None) if sent is None else sent
+        return self._transport.reduce_rows(bucket.buffer, gradient, rows, self._scale())
 
     @torch.no_grad()
     def bring(self, bucket: Bucket, index: int) -> None:
@@ -147,15 +180,15 @@ class Delivery:
 
     def deliver(self, flight: InFlight) -> list[bool]:
         """Gives every parameter of a bucket that has been reduced its gradient; tells who was used by anybody."""
-        bucket = flight.bucket
+        bucket, result = flight.bucket, flight.result
         if self.hook is None:
-            self._divide(bucket)
+            self._divide(bucket, bucket.data if result is None else result)
         if self.after_reduce is not None:
             self.after_reduce(bucket.data)
         slots = self._slots_of(bucket)
         if all(flight.used) and self.weight > 0:
             used = flight.used
-            if self._as_view:  # the usual case
+            if self._as_view and result is None:  # the usual case
                 for slot, view in zip(slots, bucket.views, strict=True):
                     slot.grad = view
                 return used
@@ -165,6 +198,8 @@ class Delivery:
         for slot, view, held, is_used in zip(slots, bucket.views, flight.held, used, strict=True):
             if not is_used:
                 slot.grad = held  # nobody used it: as it was, and None stays None
+            elif result is not None:
+                slot.grad = result
             elif self._as_view:
                 slot.grad = view
             else:
@@ -201,17 +236,17 @@ class Delivery:
         self._latest_hook = None
         self.weight = self.usual_weight
 
-    def _divide(self, bucket: Bucket) -> None:
+    def _divide(self, bucket: Bucket, data: Tensor) -> None:
         """Makes a weighted sum a mean. With equal weights it is one already."""
         if self._mean and self.divisor is None and bucket.plan.device.type != "cpu":
             # On the device, without asking: reading the weight would make the host wait for the reduction.
-            bucket.data.div_(bucket.weight.clamp_min(torch.finfo(bucket.plan.dtype).tiny))
+            data.div_(bucket.weight.clamp_min(torch.finfo(bucket.plan.dtype).tiny))
             return
         weight = self.total_weight(bucket)
         if weight <= 0:
-            bucket.data.zero_()
+            data.zero_()
         elif weight != 1:
-            bucket.data.div_(weight)
+            data.div_(weight)
 
     # --- what does not go the usual way ----------------------------------------------------------
 
@@ -242,7 +277,7 @@ class Delivery:
             )
             bucket.write_tail(used)
             self._transport.reduce(bucket.buffer, self._scale()).wait()
-            self._divide(bucket)
+            self._divide(bucket, bucket.data)
             for place, view, is_used in zip(plan.places, bucket.views, bucket.read_usage(), strict=True):
                 slot = self.slots[place.index]
                 if is_used and (gradient := slot.grad) is not None:

@@ -13,7 +13,7 @@ tail, which is reduced along with them and tells every rank who used what (see `
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -65,6 +65,7 @@ class BucketPlan:
     dtype: torch.dtype
     device: torch.device
     places: tuple[Place, ...]
+    by_rows: bool = False  # one gradient alone, of which single rows may travel
     numel: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -94,12 +95,13 @@ class Plan:
             raise ValueError(f"a plan must place each of {self.parameters} parameters once, not {planned}")
 
 
-def make_plan(specs: Sequence[Spec], order: Sequence[int], caps: Sequence[int]) -> Plan:
+def make_plan(specs: Sequence[Spec], order: Sequence[int], caps: Sequence[int], by_rows: Container[int] = ()) -> Plan:
     """Fills buckets in the given order of arrival; a bucket is closed once it holds its cap.
 
     Parameters missing from `order` never arrived; they come last, in reverse order of
     registration, which is roughly the order of backward. `caps` are the capacities in bytes of the
-    first, second, ... bucket, the last one counting for all that follow.
+    first, second, ... bucket, the last one counting for all that follow. Those in `by_rows` have a
+    bucket each.
     """
     order = _complete(order, len(specs))
     filling: dict[tuple[torch.dtype, torch.device], list[int]] = {}
@@ -108,6 +110,9 @@ def make_plan(specs: Sequence[Spec], order: Sequence[int], caps: Sequence[int]) 
     for index in order:
         spec = specs[index]
         if spec.sparse:
+            continue
+        if index in by_rows:
+            closed.append([index])
             continue
         kind = spec.dtype, spec.device
         filling.setdefault(kind, []).append(index)
@@ -123,7 +128,7 @@ def make_plan(specs: Sequence[Spec], order: Sequence[int], caps: Sequence[int]) 
     arrival = {index: position for position, index in enumerate(order)}
     closed.sort(key=lambda bucket: arrival[bucket[-1]])
     return Plan(
-        buckets=tuple(_place(bucket, specs) for bucket in closed),
+        buckets=tuple(_place(bucket, specs, bucket[0] in by_rows) for bucket in closed),
         sparse=_sparse(specs),
         parameters=len(specs),
     )
@@ -150,13 +155,13 @@ def _complete(order: Sequence[int], count: int) -> list[int]:
     return [*order, *(index for index in reversed(range(count)) if index not in seen)]
 
 
-def _place(bucket: Sequence[int], specs: Sequence[Spec]) -> BucketPlan:
+def _place(bucket: Sequence[int], specs: Sequence[Spec], by_rows: bool) -> BucketPlan:
     places, offset = [], 0
     for index in bucket:
         places.append(Place(index, offset, specs[index].numel))
         offset += specs[index].numel
     first = specs[bucket[0]]
-    return BucketPlan(first.dtype, first.device, tuple(places))
+    return BucketPlan(first.dtype, first.device, tuple(places), by_rows)
 
 
 def gradient_stride(parameter: torch.Tensor) -> tuple[int, ...]:

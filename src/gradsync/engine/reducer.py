@@ -38,6 +38,7 @@ from gradsync.engine.plan import Plan, delay, make_plan
 from gradsync.engine.roster import HasGrad, Held, Managed
 from gradsync.engine.round import Phase, Round
 from gradsync.engine.sparse_rows import KnownRows
+from gradsync.engine.touched_rows import may_travel, touched_rows
 from gradsync.errors import ReplicaLostError, RoundTimeoutError, UnfinishedRoundError
 from gradsync.events import BucketLaunched, Recorder, RoundClosed
 from gradsync.guard import strict
@@ -402,14 +403,18 @@ class Reducer:
             )
 
     def _make_plan(self) -> None:
-        """Agrees on rank 0's order of arrival, and lays out the buckets by it."""
+        """Agrees on rank 0's order of arrival, and on what has few rows there; lays out the buckets by it."""
         order = self._arrivals.order
         count = len(self.parameters)
-        message = torch.tensor([len(order), *order] + [0] * (count - len(order)), device=self.specs[0].device)
+        by_rows = [index for index in order if self._has_few_rows(index)]
+        lists = [len(order), *order] + [0] * (count - len(order)) + [len(by_rows), *by_rows]
+        message = torch.tensor(lists + [0] * (count - len(by_rows)), device=self.specs[0].device)
         self._transport.broadcast([message], source=0)
-        length, *order = message.tolist()
+        length, *order = message[: count + 1].tolist()
+        few, *by_rows = message[count + 1 :].tolist()
         order = delay(order[:length], self.specs, self.options.delayed, self.options.delayed_until)
-        self.plan = make_plan(self.specs, order, self.options.bucket_caps(self._transport.usual_caps))
+        caps = self.options.bucket_caps(self._transport.usual_caps)
+        self.plan = make_plan(self.specs, order, caps, by_rows[:few])
         self.delivery.measure_weights()
         extra = 3 + len(self.plan.sparse)
         self.buckets = make_buckets(self.plan.buckets, self.specs, self._transport, extra)
@@ -418,7 +423,13 @@ class Reducer:
                 self._arrivals.bucket_of[place.index] = number
         if self.options.gradient_as_bucket_view:
             large = (i for i, spec in enumerate(self.specs) if spec.nbytes >= LARGE and not spec.sparse)
-            self._arrivals.large = {index for index in large if self._slots[index] is self._computing[index]}
+            by_itself = {index for index in large if self._slots[index] is self._computing[index]}
+            self._arrivals.large = by_itself.difference(by_rows[:few])
+
+    def _has_few_rows(self, index: int) -> bool:
+        """Whether single rows of such a gradient may travel, and it would have paid in this round."""
+        gradient = self._slots[index].grad if self._transport.reduce_rows is not None else None
+        return gradient is not None and may_travel(self.specs[index]) and touched_rows(gradient, self.size) is not None
 
     def _take_gradient(self, index: int) -> Tensor:
         gradient = self._slots[index].grad
@@ -437,6 +448,7 @@ class Reducer:
         if self.phase is Phase.CLOSING:
             return
         self.phase = Phase.CLOSING
+        self._arrivals.count_line()
         if self.plan is None:
             self._make_plan()
         assert self.plan is not None

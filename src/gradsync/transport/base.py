@@ -27,6 +27,14 @@ class Work(Protocol):
         """Whether `wait` would return at once."""
 
 
+class RowWork(Work, Protocol):
+    """A sum of matrices under way that have few rows other than zero."""
+
+    @property
+    def result(self) -> Tensor | None:
+        """The matrix that was given, which is the sum now; None: the sum is in the buffer. After `wait`."""
+
+
 class SparseWork(Protocol):
     """A sparse reduction under way, whose result is a tensor of its own."""
 
@@ -65,6 +73,14 @@ class Transport(Protocol):
 
         Ranks may pass different scales. The result is bitwise the same on all ranks. The buffer
         must stay untouched until `wait` returned.
+        """
+
+    @property
+    def reduce_rows(self) -> Callable[[Tensor, Tensor, Tensor | None, float], RowWork] | None:
+        """`reduce(buffer, scale)` for a buffer that begins with a matrix; None if there is nothing to save.
+
+        Called with the buffer, the matrix, the numbers of its rows that are not zero, and the scale. The buffer
+        needs to have the matrix in it only if no numbers are given.
         """
 
     def reduce_sparse(self, gradient: Tensor, scale: float) -> SparseWork:

@@ -38,6 +38,11 @@ class HierarchicalTransport(SharedMemoryTransport):
         self._bridge = Bridge(group, hosts)
         memory.link.restless = _restless
 
+    @property
+    def reduce_rows(self) -> None:
+        """As over a process group: the other hosts can't see how many rows there are."""
+        return None
+
     def broadcast(self, tensors: Sequence[Tensor], source: int) -> None:
         self._group.broadcast(tensors, source)
 

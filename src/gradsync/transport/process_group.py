@@ -57,6 +57,11 @@ class ProcessGroupTransport:
         # On a GPU the scaling above and the collective are ordered by the current stream.
         return _InFlight(dist.all_reduce(buffer, group=self.group, async_op=True), buffer)
 
+    @property
+    def reduce_rows(self) -> None:
+        """The ranks would have to tell each other how many rows they have, and wait for that."""
+        return None
+
     def reduce_sparse(self, gradient: Tensor, scale: float) -> SparseWork:
         gradient = (gradient * scale if scale else torch.zeros_like(gradient)).coalesce()
         if self.size == 1:

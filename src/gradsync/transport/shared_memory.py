@@ -6,7 +6,7 @@ way of the process group.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -14,8 +14,9 @@ from torch import Tensor
 
 from gradsync.options import MIB
 from gradsync.transport import symmetric
-from gradsync.transport.base import Request, SparseWork, Work
+from gradsync.transport.base import Request, RowWork, SparseWork, Work
 from gradsync.transport.process_group import ProcessGroupTransport
+from gradsync.transport.row_sum import RowSum
 from gradsync.transport.symmetric import HostMemory, SymmetricTensor
 
 STAGING_BYTES = 1024 * 1024
@@ -59,6 +60,13 @@ class SharedMemoryTransport:
 
     def _begin(self, found: SymmetricTensor, scale: float, start: int, stop: int) -> Work:
         return found.reduce(scale, start, stop)
+
+    @property
+    def reduce_rows(self) -> Callable[[Tensor, Tensor, Tensor | None, float], RowWork] | None:
+        return self._reduce_rows
+
+    def _reduce_rows(self, buffer: Tensor, matrix: Tensor, rows: Tensor | None, scale: float) -> RowWork:
+        return RowSum(self._at[buffer.data_ptr()], scale, matrix, rows)
 
     def reduce_sparse(self, gradient: Tensor, scale: float) -> SparseWork:
         return self._group.reduce_sparse(gradient, scale)

@@ -32,7 +32,8 @@ PAGE = 4096
 BLOCK_BYTES = 512 * 1024
 LOOK_EVERY = 50e-6
 _WORDS = LINE // 8
-_FILLED, _SCALE, _SUMMED, _CROSSED, _REDUCED, _TAKEN = range(6)
+_FILLED, _SCALE, _SUMMED, _CROSSED, _REDUCED, _TAKEN, _ROWS, _WHOLE = range(_WORDS)
+WHOLE = -1  # in place of a number of rows: the slot holds all of them
 _ACCUMULATE_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 _SUMMABLE = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
 
@@ -157,8 +158,8 @@ class SymmetricTensor:
         first = number * self.size * LINE
         flags = file.memory[first : first + self.size * LINE]
         self._words, self._numbers = flags.cast("q"), flags.cast("d")
-        self._filled, self._summed, self._crossed, self._reduced, self._taken = (
-            self._words[flag::_WORDS] for flag in (_FILLED, _SUMMED, _CROSSED, _REDUCED, _TAKEN)
+        self._filled, self._summed, self._crossed, self._reduced, self._taken, self._rows, self._whole = (
+            self._words[flag::_WORDS] for flag in (_FILLED, _SUMMED, _CROSSED, _REDUCED, _TAKEN, _ROWS, _WHOLE)
         )
         self._operations = self._summing = 0
         self._blocks: dict[tuple[int, int], list[list[Tensor]]] = {}
@@ -237,14 +238,17 @@ class SymmetricTensor:
 
     # --- sums, step by step; each is announced, and asked for by the number of the operation ----------
 
-    def fill(self, scale: float) -> int:
+    def fill(self, scale: float, rows: int = WHOLE) -> int:
         """This rank's slot is filled, and counts `scale` times. Gives the operation's number.
+
+        `rows`: it holds so many rows of a matrix only, see `row_sum.py`.
 
         Sums of parts of one tensor come one after the other: they have flags and scales in common.
         """
         if not self.is_reduced(self._summing):
             self.await_reduced(self._summing)
         self._numbers[self.rank * _WORDS + _SCALE] = scale
+        self._words[self.rank * _WORDS + _ROWS] = rows
         self._begin(_FILLED)
         self._summing = self._operations
         return self._operations
@@ -252,9 +256,30 @@ class SymmetricTensor:
     def is_filled(self, operation: int) -> bool:
         return min(self._filled.tolist()) >= operation
 
+    @property
+    def rows(self) -> list[int]:
+        """How many rows the slot of each rank holds, once it is filled."""
+        return self._rows.tolist()
+
+    @property
+    def scales(self) -> list[float]:
+        found: list[float] = self._numbers[_SCALE::_WORDS].tolist()  # type: ignore[assignment]  # a view of doubles
+        return found
+
+    def fill_up(self) -> None:
+        """This rank's slot holds the whole matrix now, if it did not before."""
+        self.publish(_WHOLE)
+
+    def is_whole(self, operation: int) -> bool:
+        return min(self._whole.tolist()) >= operation
+
+    def take(self) -> None:
+        """This rank has what it needs from the other slots, and its own one holds nothing but its own."""
+        self.publish(_REDUCED)
+
     def add_up(self, start: int, stop: int, everywhere: bool = True) -> None:
         """This rank's share of the sum is in all slots, or, if not `everywhere`, in the first one."""
-        scales = self._numbers[_SCALE::_WORDS].tolist()
+        scales = self.scales
         wide = self._scratch()
         for block in self._share(start, stop):
             if wide is None:
@@ -329,10 +354,10 @@ class SymmetricTensor:
 class Reduction:
     """A sum under way. This rank's share is added up by whoever calls `progress` once all slots are filled."""
 
-    def __init__(self, tensor: SymmetricTensor, scale: float, start: int, stop: int) -> None:
+    def __init__(self, tensor: SymmetricTensor, scale: float, start: int, stop: int, rows: int = WHOLE) -> None:
         self._tensor, self._start, self._stop = tensor, start, stop
         self.link = tensor.link
-        self._operation = tensor.fill(scale)
+        self._operation = tensor.fill(scale, rows)
         begin(self)
 
     def advance(self) -> bool:

@@ -1,0 +1,324 @@
+"""Dense gradients of which few rows are not zero: only those travel, and nobody can tell from the result."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import gradsync
+from gradsync.engine.bucket import Bucket
+from gradsync.engine.touched_rows import touched_rows
+from gradsync.replica import engine_of
+from gradsync.transport.row_sum import RowSum
+from tests.ranks.memory import same_on_all
+from tests.ranks.small import FRONTS
+from tests.support.ranks import Ranks
+
+WORDS, WIDTH = 8192, 64  # 2 MiB
+
+
+class Text(nn.Module):
+    """Words go through a table; without words it is not used."""
+
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        self.table = nn.Embedding(WORDS, WIDTH)
+        self.head = nn.Linear(WIDTH, 4)
+        self.tied = tied
+
+    def forward(self, words: Tensor | None) -> Tensor:
+        if words is None:
+            return self.head(torch.ones(1, WIDTH))
+        found = self.table(words).mean(1)
+        return found @ self.table.weight.T if self.tied else self.head(found)
+
+
+def build(**kwargs: Any) -> Text:
+    torch.manual_seed(0)
+    return Text(**kwargs)
+
+
+def words(kind: str, seed: int) -> Tensor | None:
+    """A few words, so many that all rows of the table are used, or none."""
+    if kind == "none":
+        return None
+    generator = torch.Generator().manual_seed(seed)
+    if kind == "many":
+        return torch.randperm(WORDS, generator=generator).view(-1, 32)
+    return torch.randint(WORDS, (4, 8), generator=generator)
+
+
+def loss(module: Any, kind: str, seed: int) -> Tensor:
+    found: Tensor = module(words(kind, seed)).square().sum()
+    return found
+
+
+def watch() -> list[bool]:
+    """For each bucket of single rows that is delivered from now on, whether the rows were all that travelled."""
+    seen: list[bool] = []
+    plain = RowSum.wait
+
+    def wait(work: RowSum) -> None:
+        plain(work)
+        seen.append(work.result is not None)
+
+    RowSum.wait = wait  # type: ignore[method-assign]
+    return seen
+
+
+def gradients(module: nn.Module) -> list[Tensor | None]:
+    return [parameter.grad for parameter in module.parameters()]
+
+
+def assert_as_one_process(module: nn.Module, oracle: nn.Module) -> None:
+    for found, wanted in zip(gradients(module), gradients(oracle), strict=True):
+        assert (found is None) == (wanted is None)
+        if found is not None and wanted is not None:
+            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+            same_on_all(found)
+
+
+# --- as one process would, whatever ranks bring -----------------------------------------------------------
+
+
+def random_training(front: str, seed: int, options: dict[str, Any]) -> list[bool]:
+    """Each rank has few rows, all of them or none, as chance will have it; gradients are kept, dropped or changed."""
+    chance = random.Random(seed)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    module = build()
+    oracle = copy.deepcopy(module)
+    replica = getattr(gradsync, front)(module, **options)
+    seen = watch()
+    for step in range(14):
+        kinds = ["few"] * size if step == 0 else chance.choices(("few", "many", "none"), (6, 1, 1), k=size)
+        if chance.random() < 0.3:
+            with replica.no_sync():
+                loss(replica, "few", step * 100 + 50 + rank).backward()
+            for part in range(size):
+                (loss(oracle, "few", step * 100 + 50 + part) / size).backward()
+        loss(replica, kinds[rank], step * 100 + rank).backward()
+        for part in range(size):
+            (loss(oracle, kinds[part], step * 100 + part) / size).backward()
+        assert_as_one_process(module, oracle)
+        for one in (module, oracle):
+            change(one, step, random.Random(seed + step))
+    assert any(bucket.by_rows for bucket in engine_of(replica).reducer.plan.buckets)  # type: ignore[union-attr]
+    return seen
+
+
+def change(module: nn.Module, step: int, chance: random.Random) -> None:
+    """What users do to gradients between steps, also without torch being told."""
+    what = chance.choice(("drop", "drop", "zero", "keep", "noise"))
+    if what == "drop" or what == "zero":
+        module.zero_grad(set_to_none=what == "drop")
+    elif what == "noise":
+        for gradient in gradients(module):
+            if gradient is not None:
+                noise = torch.randn(gradient.shape, generator=torch.Generator().manual_seed(step))
+                gradient.data.add_(noise, alpha=0.1)
+
+
+@FRONTS
+@pytest.mark.parametrize("seed", range(3))
+def test_random_training(ranks: Ranks, front: str, seed: int) -> None:
+    seen = ranks(random_training, 2, front, seed, {})
+    assert seen[0] == seen[1]
+    assert True in seen[0]  # else nothing was tested
+    assert False in seen[0]
+
+
+def test_random_training_of_three(ranks: Ranks) -> None:
+    seen = ranks(random_training, 3, "replicate", 5, {})
+    assert True in seen[0]
+
+
+@pytest.mark.parametrize("as_view", [False, True])
+def test_with_and_without_views(ranks: Ranks, as_view: bool) -> None:
+    options = {"gradient_as_bucket_view": as_view}
+    assert True in ranks(random_training, 2, "DistributedDataParallel", 7, options)[0]
+
+
+# --- one thing each ---------------------------------------------------------------------------------------
+
+
+def by_rows(module: nn.Module) -> list[str]:
+    reducer = engine_of(module).reducer
+    assert reducer.plan is not None
+    return [reducer.specs[b.places[0].index].name for b in reducer.plan.buckets if b.by_rows]
+
+
+def no_memory_for_the_whole() -> None:
+    """The gradient stays where autograd made it; of the bucket only a few pages are touched."""
+    module = build()
+    replica = gradsync.replicate(module)
+    for step in range(3):
+        module.zero_grad()
+        loss(replica, "few", step).backward()
+    reducer = engine_of(module).reducer
+    (bucket,) = (b for b in reducer.buckets if b.plan.by_rows)
+    gradient = module.table.weight.grad
+    assert gradient is not None
+    assert not shares_memory(gradient, bucket)
+    assert bucket.data[64 * 1024 :].count_nonzero() == 0  # first 256 KiB: row numbers and rows
+
+
+def shares_memory(gradient: Tensor, bucket: Bucket) -> bool:
+    return gradient.untyped_storage().data_ptr() == bucket.buffer.untyped_storage().data_ptr()
+
+
+def test_no_memory_for_the_whole(ranks: Ranks) -> None:
+    ranks(no_memory_for_the_whole, 2)
+
+
+def weights_and_absence() -> None:
+    module = build()
+    oracle = copy.deepcopy(module)
+    replica = gradsync.replicate(module)
+    seen = watch()
+    rank = dist.get_rank()
+    for step in range(6):
+        weights = [1.0, float(step % 3)]
+        module.zero_grad()
+        oracle.zero_grad()
+        replica.set_round_weight(weights[rank])  # type: ignore[operator]
+        loss(replica, "few", step * 10 + rank).backward()
+        for part, weight in enumerate(weights):
+            (loss(oracle, "few", step * 10 + part) * weight / sum(weights)).backward()
+        if not weights[1]:  # for autograd a gradient of no weight is one; for us there was none, but rank 0 had one
+            assert module.table.weight.grad is not None
+        assert_as_one_process(module, oracle)
+    assert all(seen)
+
+
+def test_weights(ranks: Ranks) -> None:
+    ranks(weights_and_absence, 2)
+
+
+def sums() -> None:
+    module = build()
+    oracle = copy.deepcopy(module)
+    replica = gradsync.replicate(module, reduce="sum")
+    for step in range(4):  # gradients are kept
+        loss(replica, "few", step * 10 + dist.get_rank()).backward()
+        for part in range(2):
+            loss(oracle, "few", step * 10 + part).backward()
+        assert_as_one_process(module, oracle)
+    assert by_rows(module) == ["table.weight"]
+
+
+def test_sums(ranks: Ranks) -> None:
+    ranks(sums, 2)
+
+
+def nobody_uses_it() -> None:
+    module = build()
+    replica = gradsync.replicate(module)
+    loss(replica, "few", dist.get_rank()).backward()
+    kept = module.table.weight.grad
+    assert kept is not None
+    before = kept.clone()
+    loss(replica, "none", 1).backward()
+    assert torch.equal(module.table.weight.grad, before)  # type: ignore[arg-type]
+    module.zero_grad()
+    loss(replica, "none", 2).backward()
+    assert module.table.weight.grad is None
+
+
+def test_nobody_uses_it(ranks: Ranks) -> None:
+    ranks(nobody_uses_it, 2)
+
+
+def not_a_number() -> None:
+    module = build()
+    replica = gradsync.replicate(module)
+    loss(replica, "few", dist.get_rank()).backward()
+    module.zero_grad()
+    found = loss(replica, "few", 7)
+    (found * float("nan") if dist.get_rank() else found).backward()
+    gradient = module.table.weight.grad
+    assert gradient is not None
+    rows = words("few", 7).unique()  # type: ignore[union-attr]
+    assert gradient[rows].isnan().all()
+    assert torch.equal(gradient.isnan().any(1).nonzero().view(-1), rows)
+
+
+def test_not_a_number(ranks: Ranks) -> None:
+    ranks(not_a_number, 2)
+
+
+def whole_gradients() -> None:
+    """A tied table has a gradient in every row: it goes the usual way from the beginning."""
+    module = build(tied=True)
+    oracle = copy.deepcopy(module)
+    replica = gradsync.replicate(module)
+    for step in range(3):
+        module.zero_grad()
+        oracle.zero_grad()
+        loss(replica, "few", step * 10 + dist.get_rank()).backward()
+        for part in range(2):
+            (loss(oracle, "few", step * 10 + part) / 2).backward()
+        assert_as_one_process(module, oracle)
+    assert by_rows(module) == []
+
+
+def test_whole_gradients(ranks: Ranks) -> None:
+    ranks(whole_gradients, 2)
+
+
+def a_hook_sees_the_whole() -> None:
+    module = build()
+    oracle = copy.deepcopy(module)
+    replica = gradsync.DistributedDataParallel(module)
+    loss(replica, "few", dist.get_rank()).backward()
+    assert by_rows(replica) == ["table.weight"]
+    sizes: list[int] = []
+
+    def hook(state: object, bucket: Any) -> torch.futures.Future[Tensor]:
+        sizes.append(bucket.buffer().numel())
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        dist.all_reduce(bucket.buffer())
+        future.set_result(bucket.buffer().div_(2))
+        return future
+
+    replica.register_comm_hook(None, hook)
+    module.zero_grad()
+    loss(replica, "few", dist.get_rank() + 5).backward()
+    for part in range(2):
+        (loss(oracle, "few", part + 5) / 2).backward()
+    assert_as_one_process(module, oracle)
+    assert WORDS * WIDTH in sizes
+
+
+def test_a_hook_sees_the_whole(ranks: Ranks) -> None:
+    ranks(a_hook_sees_the_whole, 2)
+
+
+# --- which rows -------------------------------------------------------------------------------------------
+
+
+def test_rows_are_found_by_their_bits() -> None:
+    gradient = torch.zeros(6400, 32)
+    gradient[3, 31] = 1e-45  # the smallest there is
+    gradient[77, 0] = -0.0
+    gradient[6399, 5] = float("nan")
+    found = touched_rows(gradient, ranks=2)
+    assert found is not None
+    assert found.tolist() == [3, 77, 6399]
+    assert touched_rows(torch.zeros(6400, 4, 8), ranks=2).tolist() == []  # type: ignore[union-attr]
+    assert touched_rows(None, ranks=2).tolist() == []  # type: ignore[union-attr]
+
+
+def test_too_many_rows() -> None:
+    gradient = torch.zeros(6400, 32)
+    gradient[:800] = 1
+    assert len(touched_rows(gradient, ranks=2)) == 800  # type: ignore[arg-type]
+    assert touched_rows(gradient, ranks=3) is None
+    gradient[6399] = 1
+    assert touched_rows(gradient, ranks=2) is None
+    assert touched_rows(torch.zeros(32, 6400).T, ranks=2) is None  # laid out by columns
