@@ -10,6 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 
 import gradsync
 from gradsync.engine.bucket import Bucket
@@ -68,7 +71,7 @@ def watch() -> list[bool]:
         plain(work)
         seen.append(work.result is not None)
 
-    RowSum.wait = wait  # type: ignore[method-assign]
+    RowSum.wait = wait  # type: ignore[assignment, method-assign]
     return seen
 
 
@@ -297,6 +300,33 @@ def a_hook_sees_the_whole() -> None:
 
 def test_a_hook_sees_the_whole(ranks: Ranks) -> None:
     ranks(a_hook_sees_the_whole, 2)
+
+
+def over_a_mesh(policy: bool) -> None:
+    """Registered parameters are DTensors there, and with a policy others are computed with."""
+    module = build()
+    oracle = copy.deepcopy(module)
+    options: dict[str, Any] = {"mesh": init_device_mesh("cpu", (2,))}
+    if policy:  # precise enough to compare
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.float64, reduce_dtype=torch.float64)
+    replica = gradsync.replicate(module, **options)
+    for step in range(4):
+        if step != 2:
+            module.zero_grad()
+            oracle.zero_grad()
+        loss(replica, "few", step * 10 + dist.get_rank()).backward()
+        for part in range(2):
+            (loss(oracle, "few", step * 10 + part) / 2).backward()
+        for found, wanted in zip(module.parameters(), oracle.parameters(), strict=True):
+            assert isinstance(found.grad, DTensor)
+            torch.testing.assert_close(found.grad.to_local(), wanted.grad, rtol=1e-5, atol=1e-6)
+            same_on_all(found.grad.to_local())
+    assert by_rows(replica) == ["table.weight"]
+
+
+@pytest.mark.parametrize("policy", [False, True])
+def test_over_a_mesh(ranks: Ranks, policy: bool) -> None:
+    ranks(over_a_mesh, 2, policy)
 
 
 # --- which rows -------------------------------------------------------------------------------------------

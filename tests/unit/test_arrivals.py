@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from gradsync import _torch
-from gradsync.engine.arrivals import LONGEST_LINE, Arrivals
+from gradsync.engine import line
+from gradsync.engine.arrivals import Arrivals
 
 PARAMETERS, BUCKETS = 40, 4
 
@@ -117,7 +120,7 @@ def test_what_repeats_itself_is_not_looked_at() -> None:
     found.run([order])
     # The last one of each bucket, the large one, and one after each full line.
     assert BUCKETS < found.looks < PARAMETERS // 3
-    assert found.looks >= PARAMETERS // (LONGEST_LINE + 1)
+    assert found.looks >= PARAMETERS // (line.LONGEST + 1)
 
 
 def test_a_backward_that_raises_leaves_its_gradients_dirty() -> None:
@@ -130,10 +133,8 @@ def test_a_backward_that_raises_leaves_its_gradients_dirty() -> None:
         raise RuntimeError
 
     handle = found.parameters[5].register_hook(fail)
-    try:
+    with contextlib.suppress(RuntimeError):
         backward(found.parameters, order)
-    except RuntimeError:
-        pass
     handle.remove()
     assert found.arrivals.dirty == set(range(5))
     found.arrivals.forget_round()

@@ -6,26 +6,20 @@ submodule or a loss on the parameters themselves.
 
 The hook below runs for every parameter in every backward: it is the engine's innermost loop, and
 therefore one function that calls out only when a bucket is complete or something is unusual.
-Most rounds repeat the one before. So the hook has a line of those that come next if this one does
-too, and for a parameter that is the next in line there is nothing to do: at the end of the line,
-or if another one comes, those before it are counted in one go.
+It leaves even that to `line.py` while a round repeats the one before.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Container, Iterator, Sequence
-from operator import length_hint
 from typing import Protocol
 
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from gradsync import _torch
-
-# No line is longer: a transport that wants to be called now and then is called at its end.
-LONGEST_LINE = 16
-_NOBODY: Iterator[Tensor] = iter(())
+from gradsync.engine.line import NOBODY, Line
 
 
 class Listener(Protocol):
@@ -80,18 +74,12 @@ class Arrivals:
         """Set while buckets are under way whose transport wants to be called now and then."""
         self.waiting = False
         """A complete bucket could not leave at once; the next arrival tells the listener again."""
-        self._parameters = parameters
-        self._usual: list[int] = []  # the order of arrival in two rounds, one after the other
-        self._latest: list[int] = []
-        self._in_usual_order: list[Tensor] = []
-        self._line_ends: list[int] = []  # of a line that begins at this position in the usual order
-        self._following = False  # so far, this round repeats the usual order
-        self._position = self._end = 0  # in the usual order: those that were counted; where the line ends
-        self._line = _NOBODY
+        self._latest: list[int] = []  # the order of the round before
         # Hooks hold this object weakly: a parameter may outlive its engine, and then they are removed.
         # All share one function: a closure for each costs half a microsecond more an arrival, in cache misses.
         self.index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
-        hook, self._set_line = _hook(weakref.ref(self))
+        hook, tell = _hook(weakref.ref(self))
+        self._line = Line(parameters, tell)
         handles: list[RemovableHandle]
         handles = [p.register_post_accumulate_grad_hook(hook) for p in parameters]
         if before is not None:  # told of each arrival before autograd adds to `.grad`
@@ -105,8 +93,7 @@ class Arrivals:
                 if expected:
                     self._all_missing[self.bucket_of[index]] += 1
         self.missing = self._all_missing.copy()
-        self._following, self._position = bool(self._usual), 0
-        self._line_up()
+        self._line.begin()
 
     @property
     def dirty(self) -> set[int]:
@@ -117,8 +104,7 @@ class Arrivals:
     def forget_round(self) -> None:
         """The round is over. What was dirty still is, until `synchronised`."""
         self.count_line()
-        self._following = False
-        self._line_up()
+        self._line.stop()
         self.counts = [0] * len(self.counts)
         self.order = []
         self.waiting = False
@@ -131,43 +117,15 @@ class Arrivals:
         if not self.as_expected:
             self.expected = list(map(max, self.expected, self.counts))
             self._all_missing = []
-            if max(self.expected) > 1:
-                self._learn([])
-        if self.order != self._usual and self.order == self._latest and max(self.expected) == 1:
-            self._learn(self.order)
+            self._line.forget()
+        elif self.order == self._latest != self._line.order and max(self.expected) == 1:
+            complete = {self.bucket_of[index]: index for index in self.order}.values()
+            self._line.learn(self.order, self.large.union(complete).__contains__)
         self._latest = self.order
 
-    # --- the line ----------------------------------------------------------------------------------
-
-    def _learn(self, order: list[int]) -> None:
-        """Takes an order, in which each parameter arrives once, as the usual one."""
-        self._usual = order
-        self._in_usual_order = [self._parameters[index] for index in self._usual]
-        completes = {self.bucket_of[index]: index for index in self._usual}
-        ends: list[int] = []
-        end = len(self._usual)
-        for position in reversed(range(end)):
-            index = self._usual[position]
-            if index in self.large or completes[self.bucket_of[index]] == index:
-                end = position
-            end = min(end, position + LONGEST_LINE)
-            ends.append(end)
-        self._line_ends = ends[::-1]
-
-    def _line_up(self) -> None:
-        """Tells the hook who comes next without anything to do for them: perhaps nobody."""
-        self._end = start = self._position
-        if self._following and start < len(self._usual) and not self.waiting:
-            self._end = self._line_ends[start]
-        self._line = iter(self._in_usual_order[start : self._end]) if start < self._end else _NOBODY
-        self._set_line(self._line)
-
     def count_line(self, beyond: int = 0) -> None:
-        """Counts those in line who have arrived. `beyond`: so many were taken from it who have not."""
-        start, stop = self._position, self._end - length_hint(self._line) - beyond
-        if start < stop:
-            come = self._usual[start:stop]
-            self._position = stop
+        """Counts those in line who have come. `beyond`: so many were taken from it who have not."""
+        if come := self._line.come(beyond):
             self._dirty.update(come)
             self.order += come
             for index in come:
@@ -175,26 +133,20 @@ class Arrivals:
                 self.missing[self.bucket_of[index]] -= 1
 
     def end_line(self, beyond: int) -> None:
-        """The same, and then nobody is in line until `follow`."""
         self.count_line(beyond)
-        self._line, self._end = _NOBODY, self._position
-        self._set_line(_NOBODY)
+        self._line.pause()
 
     def follow(self, index: int) -> None:
-        """This one has arrived while nobody was in line. If it was its turn, a line begins behind it."""
-        if self._following:
-            self._following = self._position < len(self._usual) and self._usual[self._position] == index
-            self._position += self._following
-            self._line_up()
+        self._line.follow(index, self.waiting)
 
 
 def _hook(arrivals: weakref.ref[Arrivals]) -> tuple[Callable[[Tensor], None], Callable[[Iterator[Tensor]], None]]:
     """The hook, and a function that tells it who comes next."""
     current_backward = _torch.current_graph_task
-    line = _NOBODY
+    line = NOBODY
     backward = _torch.NO_GRAPH_TASK  # that in which they come
 
-    def set_line(them: Iterator[Tensor]) -> None:
+    def tell(them: Iterator[Tensor]) -> None:
         nonlocal line, backward
         line, backward = them, current_backward()
 
@@ -205,7 +157,7 @@ def _hook(arrivals: weakref.ref[Arrivals]) -> tuple[Callable[[Tensor], None], Ca
         me = arrivals()
         if me is None:
             return
-        if line is not _NOBODY:
+        if line is not NOBODY:
             me.end_line(following is not None)
         index = me.index_of[id(parameter)]
         me._dirty.add(index)
@@ -239,7 +191,7 @@ def _hook(arrivals: weakref.ref[Arrivals]) -> tuple[Callable[[Tensor], None], Ca
             listener.unexpected(index)
         me.follow(index)
 
-    return arrived, set_line
+    return arrived, tell
 
 
 def _before_hook(before: Callable[[int], None], index: int) -> Callable[[Tensor], None]:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from gradsync import _torch
+from gradsync.engine import without_backward
 from gradsync.engine.backward import Backward
 from gradsync.engine.buffers import Buffers
 from gradsync.engine.form import Form
@@ -162,7 +163,8 @@ class Engine:
     def _distributed_backward_ended(self, context: int) -> None:
         self._contexts.discard(context)
         found = _torch.distributed_gradients(context)
-        self.reducer.synchronise_tensors([found.get(parameter) for parameter in self.reducer.parameters])
+        gradients = [found.get(parameter) for parameter in self.reducer.parameters]
+        without_backward.synchronise_tensors(self.reducer, gradients)
 
     def _backward_ended(self) -> None:
         """The outermost backward, with or without synchronisation, is over."""
@@ -217,7 +219,7 @@ class Engine:
         """A round without a backward."""
         if self.joining is not None and self.reducer.dirty:
             self.joining.round_opens()
-        self.reducer.synchronise_now()
+        without_backward.synchronise_now(self.reducer)
 
     def register_comm_hook(self, state: object, hook: Hook) -> None:
         check_hook(hook)

@@ -22,23 +22,22 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 
 import torch
 from torch import Tensor
 
 from gradsync import _torch
+from gradsync.engine.agreement import agree_on_plan
 from gradsync.engine.arrivals import Arrivals
 from gradsync.engine.backward import Backward, accumulates
 from gradsync.engine.bucket import LARGE, Bucket, make_buckets
 from gradsync.engine.delivery import Delivery
-from gradsync.engine.plan import Plan, delay, make_plan
-from gradsync.engine.roster import HasGrad, Held, Managed
+from gradsync.engine.plan import Plan
+from gradsync.engine.roster import HasGrad, Managed
 from gradsync.engine.round import Phase, Round
 from gradsync.engine.sparse_rows import KnownRows
-from gradsync.engine.touched_rows import may_travel, touched_rows
 from gradsync.errors import ReplicaLostError, RoundTimeoutError, UnfinishedRoundError
 from gradsync.events import BucketLaunched, Recorder, RoundClosed
 from gradsync.guard import strict
@@ -78,7 +77,7 @@ class Reducer:
         self._forward_at = time.perf_counter()
         self._not_a_round = _torch.NO_GRAPH_TASK  # a backward that `at_open` refused
         self._unfinished: UnfinishedRoundError | None = None
-        self._backward = Backward(at_end=self._close)
+        self._backward = Backward(at_end=self.close_round)
         self._managed: list[Managed] = []
         self._ever: set[int] = set()  # ids of all parameters that were managed at any time
         self._begin_with(managed)
@@ -89,13 +88,13 @@ class Reducer:
         self.parameters = [one.parameter for one in managed]
         self.specs = [one.spec for one in managed]
         self._slots: list[HasGrad] = [one.slot for one in managed]
-        self._computing = [one.computing for one in managed]
+        self.computing = [one.computing for one in managed]
         self.hidden = {id(one.computing): one.spec.name for one in managed if one.computing is not one.parameter}
         self.plan: Plan | None = None
         self.buckets: list[Bucket] = []
         self.delivery = self._make_delivery(managed)
-        share = self._share_out if self.delivery.gain != 1 else None
-        self._arrivals = Arrivals(self._computing, self._backward.met, before=share)
+        share = self.share_out if self.delivery.gain != 1 else None
+        self._arrivals = Arrivals(self.computing, self._backward.met, before=share)
 
     def _make_delivery(self, managed: Sequence[Managed]) -> Delivery:
         made = Delivery(managed, self._transport, self.options)
@@ -158,7 +157,7 @@ class Reducer:
 
     def output_reached(self) -> None:
         """Backward came to an output of the module: the first sign of a round."""
-        if self.synchronising and (self._round is not None or accumulates(self._computing)):
+        if self.synchronising and (self._round is not None or accumulates(self.computing)):
             self._enter(passed_output=True)
 
     def replace(self, managed: Sequence[Managed]) -> None:
@@ -182,53 +181,15 @@ class Reducer:
         self.delivery.divisor = divisor
         self.replace(self._managed)
 
-    def synchronise_now(self) -> None:
-        """A round without a backward: carries what backwards without synchronisation have left."""
-        if self._round is None and self.dirty:
-            self._open()
-            self._close()
-
-    def synchronise_tensors(self, gradients: Sequence[Tensor | None]) -> None:
-        """A round over gradients that are kept elsewhere, one for each parameter; they are changed in place.
-
-        A parameter without one gets none, even if other ranks have some: there is no place to put it.
-        """
-        elsewhere: list[HasGrad] = [Held(gradient) for gradient in gradients]
-        mine, self._slots = self._slots, elsewhere
-        self.delivery.slots = elsewhere
+    @contextlib.contextmanager
+    def gradients_in(self, slots: Sequence[HasGrad]) -> Iterator[None]:
+        """Inside, gradients are found in these places and delivered to them, instead of `.grad`."""
+        mine, self._slots = self._slots, list(slots)
+        self.delivery.slots = self._slots
         try:
-            self.dirty.update(index for index, gradient in enumerate(gradients) if gradient is not None)
-            self._open()
-            self._close()
+            yield
         finally:
             self._slots = self.delivery.slots = mine
-        for gradient, slot in zip(gradients, elsewhere, strict=True):
-            if gradient is not None and slot.grad is not None:
-                gradient.copy_(slot.grad)
-
-    def shadow(self, counted: bool) -> None:
-        """A round on a rank without data: nothing to bring, and no say in the mean unless `counted`."""
-        self.drop_gradients()
-        self.delivery.weight = 1.0 if counted else 0.0
-        self._open(shadow=True)
-        self._close()
-
-    def share_out_before_arrivals(self) -> Callable[[], None]:
-        """As for a sum, until the function that is returned is called: see `Delivery.share_out`."""
-        if self.delivery.gain != 1:
-            return lambda: None  # it is done anyway
-        handles = [p.register_hook(partial(self._share_out_of, id(p))) for p in self._computing]
-
-        def stop() -> None:
-            for handle in handles:
-                handle.remove()
-
-        return stop
-
-    def _share_out_of(self, parameter: int, gradient: Tensor) -> None:
-        index = self._arrivals.index_of.get(parameter)  # another one, perhaps, since parameters were replaced
-        if index is not None and self.delivery.gain != 1:
-            self._share_out(index)
 
     def drop_gradients(self) -> None:
         for slot in self._slots:
@@ -289,18 +250,19 @@ class Reducer:
             if (self.at_open is not None and not self.at_open(passed_output)) or not self.parameters:
                 self._not_a_round = task
                 return None
-            self._open()
+            self.open_round()
         self._backward.enter()
         return self._round
 
-    def _open(self, shadow: bool = False) -> None:
+    def open_round(self, shadow: bool = False) -> None:
         self._round = Round(self.rounds, time.perf_counter(), shadow=shadow)
         self._arrivals.begin_round(len(self.buckets))
         self.phase = Phase.OPEN
         _open_rounds.add(self)
 
-    def _share_out(self, index: int) -> None:
-        if index not in self.dirty and _torch.will_accumulate(self._computing[index]):
+    def share_out(self, index: int) -> None:
+        """Before a gradient arrives: see `Delivery.share_out`."""
+        if index not in self.dirty and _torch.will_accumulate(self.computing[index]):
             self.delivery.share_out(index)
 
     # --- during backward -----------------------------------------------------------------------
@@ -311,7 +273,7 @@ class Reducer:
         while (following := len(opened.launched)) < last and self._arrivals.missing[following] == 0:
             # A user's hook that runs after ours on this parameter wants to see its `.grad`;
             # launching takes it away, so wait for the next arrival.
-            if self._arrivals.bucket_of[arrived] == following and _torch.other_hooks_follow(self._computing[arrived]):
+            if self._arrivals.bucket_of[arrived] == following and _torch.other_hooks_follow(self.computing[arrived]):
                 self._arrivals.waiting = True
                 return
             self._launch(opened, following)
@@ -362,7 +324,7 @@ class Reducer:
     # --- the end of backward -------------------------------------------------------------------
 
     @torch.no_grad()
-    def _close(self) -> None:
+    def close_round(self) -> None:
         opened = self._round
         assert opened is not None
         ended_at = time.perf_counter()
@@ -403,33 +365,21 @@ class Reducer:
             )
 
     def _make_plan(self) -> None:
-        """Agrees on rank 0's order of arrival, and on what has few rows there; lays out the buckets by it."""
-        order = self._arrivals.order
-        count = len(self.parameters)
-        by_rows = [index for index in order if self._has_few_rows(index)]
-        lists = [len(order), *order] + [0] * (count - len(order)) + [len(by_rows), *by_rows]
-        message = torch.tensor(lists + [0] * (count - len(by_rows)), device=self.specs[0].device)
-        self._transport.broadcast([message], source=0)
-        length, *order = message[: count + 1].tolist()
-        few, *by_rows = message[count + 1 :].tolist()
-        order = delay(order[:length], self.specs, self.options.delayed, self.options.delayed_until)
-        caps = self.options.bucket_caps(self._transport.usual_caps)
-        self.plan = make_plan(self.specs, order, caps, by_rows[:few])
+        gradients = [slot.grad for slot in self._slots]
+        self.plan = agree_on_plan(self.specs, self._arrivals.order, gradients, self._transport, self.options)
         self.delivery.measure_weights()
         extra = 3 + len(self.plan.sparse)
         self.buckets = make_buckets(self.plan.buckets, self.specs, self._transport, extra)
         for number, planned in enumerate(self.plan.buckets):
             for place in planned.places:
                 self._arrivals.bucket_of[place.index] = number
-        if self.options.gradient_as_bucket_view:
-            large = (i for i, spec in enumerate(self.specs) if spec.nbytes >= LARGE and not spec.sparse)
-            by_itself = {index for index in large if self._slots[index] is self._computing[index]}
-            self._arrivals.large = by_itself.difference(by_rows[:few])
+                if self._comes_by_itself(place.index) and not planned.by_rows:
+                    self._arrivals.large.add(place.index)
 
-    def _has_few_rows(self, index: int) -> bool:
-        """Whether single rows of such a gradient may travel, and it would have paid in this round."""
-        gradient = self._slots[index].grad if self._transport.reduce_rows is not None else None
-        return gradient is not None and may_travel(self.specs[index]) and touched_rows(gradient, self.size) is not None
+    def _comes_by_itself(self, index: int) -> bool:
+        """Whether its gradient is brought to its bucket as soon as it arrives."""
+        large = self.specs[index].nbytes >= LARGE
+        return large and self.options.gradient_as_bucket_view and self._slots[index] is self.computing[index]
 
     def _take_gradient(self, index: int) -> Tensor:
         gradient = self._slots[index].grad

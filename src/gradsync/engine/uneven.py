@@ -5,12 +5,16 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch import Tensor
 from torch.distributed.algorithms.join import Join, JoinHook
 
+from gradsync.engine import without_backward
+from gradsync.engine.reducer import Reducer
 from gradsync.errors import GradsyncError, InvalidOptionError, JoinError
 
 if TYPE_CHECKING:
@@ -36,7 +40,7 @@ class Joining:
         self._announced = False  # a round that has not come yet
         if config.is_first_joinable:  # a new context: what one that raised has left is forgotten
             _awaited.clear()
-        self._stop_sharing_out = engine.reducer.share_out_before_arrivals()
+        self._stop_sharing_out = _share_out_before_arrivals(engine.reducer)
 
     def forward_begins(self) -> None:
         """Says whether a round follows. Not if somebody only evaluates, perhaps on one rank alone."""
@@ -82,6 +86,25 @@ class Joining:
             delivery.present = sum(has_data for _, has_data in rows) / len(rows)
 
 
+def _share_out_before_arrivals(reducer: Reducer) -> Callable[[], None]:
+    """As for a sum, until the function that is returned is called: see `Delivery.share_out`."""
+    if reducer.delivery.gain != 1:
+        return lambda: None  # it is done anyway
+
+    def share_out(parameter: int, gradient: Tensor) -> None:
+        index = reducer.arrivals.index_of.get(parameter)  # another one, perhaps, since parameters were replaced
+        if index is not None and reducer.delivery.gain != 1:
+            reducer.share_out(index)
+
+    handles = [p.register_hook(partial(share_out, id(p))) for p in reducer.computing]
+
+    def stop() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return stop
+
+
 class ShadowHook(JoinHook):
     """What torch's `Join` context calls on a rank without data, each time the others say that they have some."""
 
@@ -96,7 +119,7 @@ class ShadowHook(JoinHook):
         engine.buffers.joined = True
         with _left_alone(engine):
             if any(coming for coming, _ in engine.transport.gather([0, HAS_NO_DATA])):
-                engine.reducer.shadow(counted=self._counted)
+                without_backward.shadow(engine.reducer, counted=self._counted)
                 self._shadowed = True
 
     def post_hook(self, is_last_joiner: bool) -> None:

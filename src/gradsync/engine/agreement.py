@@ -1,0 +1,43 @@
+"""After the first round: all ranks take rank 0's word for the order of arrival, and so come to the same plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gradsync.engine.plan import Plan, Spec, delay, make_plan
+from gradsync.engine.touched_rows import may_travel, touched_rows
+from gradsync.options import Options
+from gradsync.transport.base import Transport
+
+
+def agree_on_plan(
+    specs: Sequence[Spec],
+    order: Sequence[int],
+    gradients: Sequence[Tensor | None],
+    transport: Transport,
+    options: Options,
+) -> Plan:
+    """The plan by rank 0's `order`, and by what it has few rows of; a collective."""
+    may = transport.reduce_rows is not None
+    few = [index for index in order if may and _has_few_rows(specs[index], gradients[index], transport.size)]
+    order, few = _of_first_rank([order, few], len(specs), transport, specs[0].device)
+    order = delay(order, specs, options.delayed, options.delayed_until)
+    return make_plan(specs, order, options.bucket_caps(transport.usual_caps), few)
+
+
+def _has_few_rows(spec: Spec, gradient: Tensor | None, ranks: int) -> bool:
+    """Whether it would have paid in this round to send single rows."""
+    return gradient is not None and may_travel(spec) and touched_rows(gradient, ranks) is not None
+
+
+def _of_first_rank(
+    lists: Sequence[Sequence[int]], longest: int, transport: Transport, device: torch.device
+) -> list[list[int]]:
+    """Rank 0's lists of numbers, in one message."""
+    rows = [[len(one), *one] + [0] * (longest - len(one)) for one in lists]
+    message = torch.tensor(rows, device=device)
+    transport.broadcast([message], source=0)
+    return [row[1 : 1 + row[0]] for row in message.tolist()]

@@ -1,0 +1,40 @@
+"""Rounds that no backward opens: for gradients that are there already, or on a rank that has none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from gradsync.engine.reducer import Reducer
+from gradsync.engine.roster import Held
+
+
+def synchronise_now(reducer: Reducer) -> None:
+    """Carries what backwards without synchronisation have left."""
+    if not reducer.open and reducer.dirty:
+        reducer.open_round()
+        reducer.close_round()
+
+
+def synchronise_tensors(reducer: Reducer, gradients: Sequence[Tensor | None]) -> None:
+    """Carries gradients that are kept elsewhere, one for each parameter; they are changed in place.
+
+    A parameter without one gets none, even if other ranks have some: there is no place to put it.
+    """
+    slots = [Held(gradient) for gradient in gradients]
+    with reducer.gradients_in(slots):
+        reducer.dirty.update(index for index, gradient in enumerate(gradients) if gradient is not None)
+        reducer.open_round()
+        reducer.close_round()
+    for gradient, slot in zip(gradients, slots, strict=True):
+        if gradient is not None and slot.grad is not None:
+            gradient.copy_(slot.grad)
+
+
+def shadow(reducer: Reducer, counted: bool) -> None:
+    """On a rank without data: nothing to bring, and no say in the mean unless `counted`."""
+    reducer.drop_gradients()
+    reducer.delivery.weight = 1.0 if counted else 0.0
+    reducer.open_round(shadow=True)
+    reducer.close_round()
