@@ -57,7 +57,8 @@ class Bucket:
 
     def holds(self, gradient: Tensor) -> bool:
         """Whether it lies in this bucket's memory, as what an earlier round delivered may do."""
-        return gradient.untyped_storage().data_ptr() == self.buffer.untyped_storage().data_ptr()
+        plain = gradient.layout is torch.strided
+        return plain and gradient.untyped_storage().data_ptr() == self.buffer.untyped_storage().data_ptr()
 
     def fill(self, gradients: list[Tensor | None]) -> None:
         """Brings each gradient to its place, if it is not there already, and zeros where there is none."""

@@ -17,7 +17,7 @@ from gradsync.engine.bucket import Bucket, fill, make_buckets
 from gradsync.engine.plan import BucketPlan
 from gradsync.engine.roster import HasGrad, Managed
 from gradsync.engine.sparse_rows import KnownRows
-from gradsync.engine.touched_rows import touched_rows
+from gradsync.engine.touched_rows import NO_ROWS, touched_rows
 from gradsync.hooks import comm_hook
 from gradsync.hooks.comm_hook import GradBucket, Hook
 from gradsync.options import Options
@@ -88,42 +88,35 @@ class Delivery:
         else:
             used = [g is not None and index in dirty for g, index in zip(gradients, bucket.indices, strict=True)]
             held = [None if is_used and lets_go else g for is_used, g in zip(used, gradients, strict=True)]
-        sent = self._rows_to_send(bucket, gradients[0], used[0]) if self._by_rows(bucket) else None
-        if sent is None:
-            self._fill(bucket, gradients, used)
         bucket.write_tail(used, extra)
-        if self.hook is not None:
-            return InFlight(bucket, self._launch_hook(bucket, number, last), used, held)
-        if self._by_rows(bucket):
-            rows = self._launch_rows(bucket, sent)
-            return InFlight(bucket, rows, used, held, rows)
-        return InFlight(bucket, self._transport.reduce(bucket.buffer, self._scale()), used, held)
-
-    def _fill(self, bucket: Bucket, gradients: list[Tensor | None], used: Sequence[bool]) -> None:
+        if bucket.plan.by_rows and self.hook is None and self.after_reduce is None:  # hooks want to see the whole
+            work = self._launch_rows(bucket, gradients[0], used[0])
+            return InFlight(bucket, work, used, held, work)
         bucket.fill(gradients)
         if self.gain != 1:  # as in `share_out`
             rows = zip(bucket.views, gradients, used, strict=True)
             shared = [view for view, gradient, is_used in rows if gradient is not None and not is_used]
             if shared:
                 torch._foreach_div_(shared, self.gain)
+        if self.hook is not None:
+            return InFlight(bucket, self._launch_hook(bucket, number, last), used, held)
+        return InFlight(bucket, self._transport.reduce(bucket.buffer, self._scale()), used, held)
 
-    def _by_rows(self, bucket: Bucket) -> bool:
-        """Whether single rows may travel: alike on all ranks. Hooks want to see the whole."""
-        return bucket.plan.by_rows and self.hook is None and self.after_reduce is None
-
-    def _rows_to_send(self, bucket: Bucket, gradient: Tensor | None, used: bool) -> tuple[Tensor, Tensor] | None:
-        """A gradient and the numbers of the rows that count; None: the whole."""
-        if not self._scale():
-            gradient = None
-        if gradient is not None and (not used or bucket.holds(gradient)):
-            return None  # what an earlier round left may be needed again, as it is
-        rows = touched_rows(gradient, self._transport.size)
-        return None if rows is None else (torch.zeros_like(bucket.views[0]) if gradient is None else gradient, rows)
-
-    def _launch_rows(self, bucket: Bucket, sent: tuple[Tensor, Tensor] | None) -> RowWork:
+    def _launch_rows(self, bucket: Bucket, gradient: Tensor | None, used: bool) -> RowWork:
+        """The same for a bucket of which single rows may travel. The gradient itself may become the result."""
         assert self._transport.reduce_rows is not None
-        gradient, rows = (bucket.views[0], None) if sent is None else sent
-        return self._transport.reduce_rows(bucket.buffer, gradient, rows, self._scale())
+        scale = self._scale()
+        rows: Tensor | None = None
+        if gradient is None or not scale:
+            gradient, rows = torch.zeros_like(bucket.views[0]), NO_ROWS
+        elif not used:  # nobody may have used it, and then it stays as it is
+            gradient = gradient / self.gain  # as in `share_out`
+        elif not bucket.holds(gradient) and gradient.dtype == bucket.plan.dtype:
+            rows = touched_rows(gradient, self._transport.size)
+        if rows is None:
+            dense = gradient if gradient.layout is torch.strided else gradient.to_dense()
+            gradient = dense.to(bucket.plan.dtype).contiguous()
+        return self._transport.reduce_rows(bucket.buffer, gradient, rows, scale)
 
     @torch.no_grad()
     def bring(self, bucket: Bucket, index: int) -> None:

@@ -13,6 +13,7 @@ from gradsync.engine.plan import Spec
 
 # Smaller ones are summed as quickly as they are looked through.
 _LEAST_BYTES, _LEAST_ROW_BYTES = 1024 * 1024, 64
+NO_ROWS = torch.empty(0, dtype=torch.int64, device="cpu")
 _SAMPLE = 256  # one row of so many tells whether it is worth to look at all
 
 
@@ -28,10 +29,8 @@ def may_travel(spec: Spec) -> bool:
     )
 
 
-def touched_rows(gradient: Tensor | None, ranks: int) -> Tensor | None:
+def touched_rows(gradient: Tensor, ranks: int) -> Tensor | None:
     """The numbers of the rows that are not zero; None if there are so many that the whole is summed sooner."""
-    if gradient is None:
-        return torch.empty(0, dtype=torch.int64, device="cpu")
     if gradient.layout is not torch.strided or gradient.requires_grad or not gradient.is_contiguous():
         return None
     most = len(gradient) // (4 * ranks)  # every rank adds the rows of all

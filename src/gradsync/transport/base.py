@@ -79,8 +79,8 @@ class Transport(Protocol):
     def reduce_rows(self) -> Callable[[Tensor, Tensor, Tensor | None, float], RowWork] | None:
         """`reduce(buffer, scale)` for a buffer that begins with a matrix; None if there is nothing to save.
 
-        Called with the buffer, the matrix, the numbers of its rows that are not zero, and the scale. The buffer
-        needs to have the matrix in it only if no numbers are given.
+        Called with the buffer, of which only what is behind the matrix has to be filled, the matrix, the numbers of
+        its rows that are not zero, or None for any, and the scale.
         """
 
     def reduce_sparse(self, gradient: Tensor, scale: float) -> SparseWork:

@@ -172,7 +172,7 @@ class Crossing:
             return
         try:
             self._bridge.arrived(self._work)  # raises if it broke while somebody waited for another one
-            self._tensor.await_reduced(self._operation)
+            self._tensor.await_all(lambda: self._tensor.missing(self._operation))
         except RoundTimeoutError:
             symmetric.give_up(self)
             if self._has_crossed() or not self._tensor.is_added_up(self._operation):

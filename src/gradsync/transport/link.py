@@ -29,7 +29,7 @@ from gradsync.errors import ForkedError, ReplicaLostError, RoundTimeoutError
 SPIN = 100e-6
 # However a wake-up may get lost, nobody sleeps longer than this (the first time; later ones grow up to the second).
 NAP, LONGEST_NAP = 1e-3, 50e-3
-RESTLESS_NAP = 0.2e-3
+RESTLESS_NAP = 1e-3
 # While waiting for a rank to connect, how often to look whether it has said that it can't.
 _LOOK_UP = 0.1
 _GREETING = struct.Struct("=16sq")

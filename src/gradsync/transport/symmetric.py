@@ -245,13 +245,17 @@ class SymmetricTensor:
 
         Sums of parts of one tensor come one after the other: they have flags and scales in common.
         """
-        if not self.is_reduced(self._summing):
-            self.await_reduced(self._summing)
+        self.await_free()
         self._numbers[self.rank * _WORDS + _SCALE] = scale
         self._words[self.rank * _WORDS + _ROWS] = rows
         self._begin(_FILLED)
         self._summing = self._operations
         return self._operations
+
+    def await_free(self) -> None:
+        """Until nobody reads or writes this rank's slot for the sum before."""
+        if not self.is_reduced(self._summing):
+            self.await_all(lambda: self.missing(self._summing))
 
     def is_filled(self, operation: int) -> bool:
         return min(self._filled.tolist()) >= operation
@@ -318,15 +322,16 @@ class SymmetricTensor:
     def is_reduced(self, operation: int) -> bool:
         return min(self._reduced.tolist()) >= operation
 
-    def await_reduced(self, operation: int) -> None:
-        def missing() -> list[int]:
-            filled, reduced = self._filled.tolist(), self._reduced.tolist()
-            unfilled = [at for at, done in enumerate(filled) if done < operation]
-            unreduced = [at for at, done in enumerate(reduced) if done < operation]
-            if self.link.gone:  # one that filled its slot and is gone won't come, however slow the others are
-                return [at for at in unreduced if self.link.ranks[at] in self.link.gone] or unfilled or unreduced
-            return unfilled or unreduced
+    def missing(self, operation: int) -> list[int]:
+        """The positions of those whose part in a sum is not done."""
+        filled, reduced = self._filled.tolist(), self._reduced.tolist()
+        unfilled = [at for at, done in enumerate(filled) if done < operation]
+        unreduced = [at for at, done in enumerate(reduced) if done < operation]
+        if self.link.gone:  # one that filled its slot and is gone won't come, however slow the others are
+            return [at for at in unreduced if self.link.ranks[at] in self.link.gone] or unfilled or unreduced
+        return unfilled or unreduced
 
+    def await_all(self, missing: Callable[[], list[int]]) -> None:
         self._memory.wait(missing, "a bucket")
 
     def _share(self, start: int, stop: int) -> list[list[Tensor]]:
@@ -368,15 +373,17 @@ class Reduction:
             self._tensor.add_up(self._start, self._stop)
         return True
 
+    def missing(self) -> list[int]:
+        """The positions of those whose part in it is not done yet."""
+        return self._tensor.missing(self._operation)
+
     def done(self) -> bool:
         progress()
-        return self._tensor.is_reduced(self._operation)
+        return not self.missing()
 
     def wait(self) -> None:
-        if self._tensor.is_reduced(self._operation):
-            return
         try:
-            self._tensor.await_reduced(self._operation)
+            self._tensor.await_all(self.missing)
         except BaseException:
             give_up(self)
             raise
