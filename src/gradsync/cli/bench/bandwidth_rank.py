@@ -8,11 +8,10 @@ reads the share from all N slots and writes the sum into all N, the size of one 
 from __future__ import annotations
 
 import gc
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -20,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradsync.cli.bench import mpi
+from gradsync.cli.bench.job import Told
 from gradsync.cli.bench.orders import balanced_orders
 from gradsync.cli.bench.together import Refused, together
 from gradsync.cli.report import reporting
@@ -33,19 +33,12 @@ LIMIT = timedelta(seconds=60)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class Job(Told):
     """What every rank is told."""
 
     carriers: list[str]
     sizes_mb: list[int]
     repetitions: int
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, line: str) -> Job:
-        return cls(**json.loads(line))
 
 
 @dataclass(frozen=True)

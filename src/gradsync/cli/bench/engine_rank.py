@@ -7,10 +7,9 @@ else the machine does hits all of them alike, and differences are taken within a
 from __future__ import annotations
 
 import gc
-import json
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 
 from gradsync.cli.bench.chain import chain_input, make_chain
 from gradsync.cli.bench.contenders import IN_ENGINE, Contender
+from gradsync.cli.bench.job import Told
 from gradsync.cli.report import Reporter, reporting
 
 MODULE = "gradsync.cli.bench.engine_rank"
@@ -26,7 +26,7 @@ WARM_UP = 4  # torch arranges its buckets anew after the first round, gradsync l
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class Job(Told):
     """What every rank is told."""
 
     rounds: int
@@ -39,13 +39,6 @@ class Job:
     @property
     def total(self) -> int:
         return sum(map(self.rounds_of, self.parameters))
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, line: str) -> Job:
-        return cls(**json.loads(line))
 
 
 class Entrant:

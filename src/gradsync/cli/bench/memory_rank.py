@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import resource
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from gradsync.cli.bench.contenders import Prepared, contender
+from gradsync.cli.bench.job import Told
 from gradsync.cli.bench.models import make_mlp
 from gradsync.cli.bench.together import Refused, together
 from gradsync.cli.report import reporting
@@ -26,20 +26,13 @@ M_MMAP_THRESHOLD = -3  # malloc.h
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class Job(Told):
     """What every rank is told."""
 
     contender: str
     width: int
     layers: int
     steps: int
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, line: str) -> Job:
-        return cls(**json.loads(line))
 
 
 class Peaks(NamedTuple):

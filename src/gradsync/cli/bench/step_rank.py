@@ -8,11 +8,10 @@ A step is what a user waits for: zero_grad, forward, backward with its synchroni
 from __future__ import annotations
 
 import gc
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from gradsync.cli.bench.agreement import Difference, difference, worst
 from gradsync.cli.bench.contenders import PLAIN, TORCH, Contender, contender
+from gradsync.cli.bench.job import Told
 from gradsync.cli.bench.models import Batch, Model, model
 from gradsync.cli.bench.orders import balanced_orders
 from gradsync.cli.bench.together import Refused, together
@@ -33,19 +33,12 @@ LIMIT = timedelta(seconds=120)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class Job(Told):
     """What every rank is told."""
 
     model: str
     contenders: list[str]  # torch's DDP with its defaults is always among them: the others' gradients must be its
     repetitions: int
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, line: str) -> Job:
-        return cls(**json.loads(line))
 
 
 class Entrant:
