@@ -7,11 +7,10 @@ reporting costs a single `is None`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class BucketLaunched:
+class BucketLaunched(NamedTuple):
     """A bucket was handed to the transport."""
 
     round: int
@@ -21,8 +20,7 @@ class BucketLaunched:
     overlapped: bool  # launched while backward was still producing gradients
 
 
-@dataclass(frozen=True, slots=True)
-class RoundClosed:
+class RoundClosed(NamedTuple):
     """A round ended: every gradient is delivered. Times are `time.perf_counter` seconds."""
 
     round: int

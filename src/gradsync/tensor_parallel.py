@@ -9,8 +9,7 @@ what `torch.distributed.tensor.parallel.ddp` does in private.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, MutableMapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -20,8 +19,7 @@ from gradsync import _torch
 from gradsync.errors import InvalidOptionError
 
 
-@dataclass(frozen=True)
-class _Layout:
+class _Layout(NamedTuple):
     """What a local tensor was part of."""
 
     mesh: Any

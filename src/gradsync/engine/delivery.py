@@ -7,7 +7,7 @@ way its parameters' `.grad` is None: nothing can write into memory that is being
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,8 +26,7 @@ from gradsync.transport.base import RowWork, Transport, Work
 _FINE = 2**20  # a weight of one, as an integer
 
 
-@dataclass(frozen=True)
-class InFlight:
+class InFlight(NamedTuple):
     """A launched bucket. Keeps its memory alive until the work is done."""
 
     bucket: Bucket

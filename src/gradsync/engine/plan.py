@@ -16,12 +16,12 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from typing import NamedTuple
 
 import torch
 
 
-@dataclass(frozen=True, slots=True)
-class Spec:
+class Spec(NamedTuple):
     """What the plan has to know of one managed parameter."""
 
     name: str

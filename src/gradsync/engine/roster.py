@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor, nn
 
@@ -36,8 +36,7 @@ class Held:
     grad: Tensor | None
 
 
-@dataclass(frozen=True, slots=True)
-class Managed:
+class Managed(NamedTuple):
     """One parameter whose gradient the engine keeps in step. Usually all three are the same object."""
 
     spec: Spec
@@ -46,8 +45,7 @@ class Managed:
     slot: HasGrad
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """One parameter, managed or frozen, as it was when it was last looked at."""
 
     name: str

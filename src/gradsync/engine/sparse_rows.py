@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,8 +20,7 @@ from gradsync.errors import InvalidOptionError
 from gradsync.transport.base import Transport
 
 
-@dataclass(frozen=True)
-class KnownRows:
+class KnownRows(NamedTuple):
     """Which rows of one parameter any rank will have a gradient for, in ascending order."""
 
     ids: Tensor

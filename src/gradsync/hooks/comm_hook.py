@@ -10,8 +10,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,8 +58,7 @@ class GradBucket:
         return self._is_last
 
 
-@dataclass(frozen=True)
-class HookWork:
+class HookWork(NamedTuple):
     """A hook's future under way, together with the tail, which travels beside it."""
 
     future: Future[Any]

@@ -19,8 +19,7 @@ import secrets
 import sys
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from gradsync import _torch
 from gradsync.errors import ReplicaLostError
@@ -40,8 +39,7 @@ _ORDERED_MACHINES = ("x86_64", "AMD64", "i686")
 _memories: weakref.WeakValueDictionary[str, HostMemory] = weakref.WeakValueDictionary()
 
 
-@dataclass(frozen=True)
-class Meeting:
+class Meeting(NamedTuple):
     """What all ranks know after it."""
 
     hosts: list[list[int]]

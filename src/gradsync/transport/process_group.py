@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -119,8 +119,7 @@ class ProcessGroupTransport:
         return torch.device("cpu" if "cpu" in types or not types else types[0])
 
 
-@dataclass(frozen=True)
-class _InFlight:
+class _InFlight(NamedTuple):
     """An all-reduce under way. Keeps its buffer alive: the backend holds only a pointer."""
 
     work: dist.Work
@@ -141,16 +140,14 @@ class _Done:
         return True
 
 
-@dataclass(frozen=True)
-class _SparseDone:
+class _SparseDone(NamedTuple):
     gradient: Tensor
 
     def result(self) -> Tensor:
         return self.gradient
 
 
-@dataclass(frozen=True)
-class _SparseInFlight:
+class _SparseInFlight(NamedTuple):
     """Indices and values of all ranks on their way; `counts` says how many are real, not padding."""
 
     works: tuple[dist.Work, dist.Work]
