@@ -36,7 +36,7 @@ MAY_IMPORT = {
     "__init__": {"ddp", "replica", "replicate", "guard", "observe", "errors", "options", "_version"},
 }
 # `plan.py` and the transports know nothing of what is above them; see also MAY_IMPORT.
-PURE = {"engine/plan.py": {"torch", "math", "collections", "dataclasses", "__future__"}}
+PURE = {"engine/plan.py": {"torch", "math", "collections", "dataclasses", "typing", "__future__"}}
 PUBLIC = {
     "CPUOffloadPolicy",
     "DistributedDataParallel",
