@@ -150,6 +150,12 @@ def cat_into(flat: Tensor, tensors: list[Tensor]) -> bool:
     return True
 
 
+def is_alone(tensor: Tensor) -> bool:
+    """Whether no other tensor has the same memory (2.13: two hold it, the tensor, and what is asked for it here)."""
+    users: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return users <= 2
+
+
 def read_all(store: Store, keys: list[str]) -> list[bytes]:
     """Values that are all there, in one request where the store can do that (2.13: a file or a dictionary can't)."""
     at_once = store.has_extended_api()  # type: ignore[attr-defined]

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import os
 import random
+import signal
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +18,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
 
 import gradsync
-from gradsync.engine.bucket import Bucket
 from gradsync.engine.touched_rows import touched_rows
+from gradsync.errors import ReplicaLostError
 from gradsync.replica import engine_of
 from gradsync.transport.row_sum import RowSum
 from tests.ranks.memory import same_on_all
@@ -157,22 +163,29 @@ def by_rows(module: nn.Module) -> list[str]:
 
 
 def no_memory_for_the_whole() -> None:
-    """The gradient stays where autograd made it; of the bucket only a few pages are touched."""
+    """The gradient stays where autograd made it; of the bucket only a few pages become real, until it is needed."""
     module = build()
     replica = gradsync.replicate(module)
-    for step in range(3):
+    pages = []
+    for step, kind in enumerate(["few", "few", "many"]):
         module.zero_grad()
-        loss(replica, "few", step).backward()
-    reducer = engine_of(module).reducer
-    (bucket,) = (b for b in reducer.buckets if b.plan.by_rows)
-    gradient = module.table.weight.grad
-    assert gradient is not None
-    assert not shares_memory(gradient, bucket)
-    assert bucket.data[64 * 1024 :].count_nonzero() == 0  # first 256 KiB: row numbers and rows
+        loss(replica, kind, step).backward()
+        pages.append(real_memory())
+    assert pages[0] == pages[1]
+    assert pages[2] - pages[1] > 2 * 0.9 * module.table.weight.nbytes  # of both ranks
 
 
-def shares_memory(gradient: Tensor, bucket: Bucket) -> bool:
-    return gradient.untyped_storage().data_ptr() == bucket.buffer.untyped_storage().data_ptr()
+def real_memory() -> int:
+    """Bytes behind the memory files that this process has open, each once."""
+    dist.barrier()  # nobody is in the middle of it
+    found = {}
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # the one with which the folder is listed
+            if "memfd:gradsync" in str(descriptor.readlink()):
+                status = descriptor.stat()
+                found[status.st_ino] = status.st_blocks * 512
+    dist.barrier()
+    return sum(found.values())
 
 
 def test_no_memory_for_the_whole(ranks: Ranks) -> None:
@@ -196,7 +209,7 @@ def weights_and_absence() -> None:
         if not weights[1]:  # for autograd a gradient of no weight is one; for us there was none, but rank 0 had one
             assert module.table.weight.grad is not None
         assert_as_one_process(module, oracle)
-    assert all(seen)
+    assert seen == [True] * 6
 
 
 def test_weights(ranks: Ranks) -> None:
@@ -231,6 +244,7 @@ def nobody_uses_it() -> None:
     module.zero_grad()
     loss(replica, "none", 2).backward()
     assert module.table.weight.grad is None
+    assert by_rows(replica) == ["table.weight"]
 
 
 def test_nobody_uses_it(ranks: Ranks) -> None:
@@ -249,6 +263,7 @@ def not_a_number() -> None:
     rows = words("few", 7).unique()  # type: ignore[union-attr]
     assert gradient[rows].isnan().all()
     assert torch.equal(gradient.isnan().any(1).nonzero().view(-1), rows)
+    assert by_rows(replica) == ["table.weight"]
 
 
 def test_not_a_number(ranks: Ranks) -> None:
@@ -352,6 +367,140 @@ def laid_out_otherwise() -> None:
 
 def test_laid_out_otherwise(ranks: Ranks) -> None:
     ranks(laid_out_otherwise, 2)
+
+
+class Shifted(nn.Module):
+    """A table that is used through a view, together with something else: autograd keeps one gradient for both."""
+
+    def __init__(self, large: bool) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(WORDS, WIDTH))
+        self.shift = nn.Parameter(torch.randn(WORDS if large else 1, 1, WIDTH))
+        self.large = large
+
+    def forward(self, words: Tensor) -> Tensor:
+        shift = self.shift if self.large else self.shift * torch.linspace(-1, 1, WORDS).view(-1, 1, 1)
+        return F.embedding(words, (shift + self.table.view(WORDS, 1, WIDTH)).view(WORDS, WIDTH))
+
+
+def shared_gradients(large: bool, reduce: str) -> None:
+    torch.manual_seed(0)
+    module = Shifted(large)
+    oracle = copy.deepcopy(module)
+    replica = gradsync.replicate(module, reduce=reduce)
+    for step in range(4):
+        module.zero_grad()
+        oracle.zero_grad()
+        loss(replica, "few", step * 10 + dist.get_rank()).backward()
+        for part in range(2):
+            (loss(oracle, "few", step * 10 + part) / (2 if reduce == "mean" else 1)).backward()
+        assert_as_one_process(module, oracle)
+    assert "table" in by_rows(replica)
+
+
+@pytest.mark.parametrize("reduce", ["mean", "sum"])
+@pytest.mark.parametrize("large", [False, True])
+def test_shared_gradients(ranks: Ranks, large: bool, reduce: str) -> None:
+    ranks(shared_gradients, 2, large, reduce)
+
+
+def seen_by_one_rank() -> None:
+    """`set_all_reduce_hook` on one rank, for a look at the gradients, and the other one slow at first."""
+    module = build()
+    replica: Any = gradsync.replicate(module)
+    sizes = []
+    plain = RowSum._add_rows
+
+    def slowly(work: RowSum, counts: list[int]) -> None:
+        time.sleep(0.3)
+        plain(work, counts)
+
+    for step in range(4):
+        oracle = copy.deepcopy(module)
+        gradsync.unreplicate(oracle)
+        oracle.zero_grad()
+        module.zero_grad()
+        RowSum._add_rows = slowly if step == 1 and dist.get_rank() else plain  # type: ignore[assignment, method-assign]
+        if step == 2 and dist.get_rank() == 0:
+            replica.set_all_reduce_hook(lambda flat: sizes.append(flat.numel()))
+        loss(replica, "few", step * 10 + dist.get_rank()).backward()
+        for part in range(2):
+            (loss(oracle, "few", step * 10 + part) / 2).backward()
+        assert_as_one_process(module, oracle)
+    assert sizes.count(WORDS * WIDTH) == (2 if dist.get_rank() == 0 else 0)
+
+
+def test_seen_by_one_rank(ranks: Ranks) -> None:
+    ranks(seen_by_one_rank, 2)
+
+
+def zero_at_first() -> None:
+    """A gradient that is zero in the first round, as below a last layer that begins with zeros, says nothing."""
+    module = build()
+    nn.init.zeros_(module.head.weight)
+    replica = gradsync.replicate(module)
+    loss(replica, "few", dist.get_rank()).backward()
+    assert by_rows(replica) == []
+
+
+def test_zero_at_first(ranks: Ranks) -> None:
+    ranks(zero_at_first, 2)
+
+
+def back_to_rows() -> list[bool]:
+    """After a round of the whole the gradient is a view of the bucket, and stays one while it is zeroed in place."""
+    module = build()
+    replica = gradsync.replicate(module)
+    seen = watch()
+    for step, kind in enumerate(["few", "many", "few", "few"]):
+        loss(replica, kind, step * 10 + dist.get_rank()).backward()
+        module.zero_grad(set_to_none=False)
+    return seen
+
+
+def test_back_to_rows(ranks: Ranks) -> None:
+    assert ranks(back_to_rows, 2) == [[True, False, True, True]] * 2
+
+
+def negative_zeros() -> None:
+    """Equal to the bit also where a rank has -0.0."""
+    module = build()
+    replica = gradsync.replicate(module)
+    loss(replica, "few", 3).backward()
+    module.zero_grad()
+    with replica.no_sync():  # type: ignore[operator]
+        loss(replica, "few", 3).backward()
+    gradient = module.table.weight.grad
+    assert gradient is not None
+    gradient.mul_(0)
+    if dist.get_rank():
+        gradient.neg_()
+    replica.synchronise_gradients()  # type: ignore[operator]
+    assert module.table.weight.grad is not None
+    same_on_all(module.table.weight.grad)
+
+
+def test_negative_zeros(ranks: Ranks) -> None:
+    ranks(negative_zeros, 2)
+
+
+def killed_while_adding(doomed: int) -> None:
+    module = build()
+    replica = gradsync.replicate(module)
+    loss(replica, "few", dist.get_rank()).backward()
+    if dist.get_rank() == doomed:
+        RowSum._add_rows = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+    loss(replica, "few", dist.get_rank()).backward()
+
+
+@pytest.mark.parametrize("doomed", [0, 1])
+def test_killed_while_adding(ranks: Ranks, doomed: int) -> None:
+    outcomes = ranks.outcomes(killed_while_adding, 2, doomed)
+    error = outcomes[1 - doomed].exception
+    assert isinstance(error, ReplicaLostError)
+    assert error.ranks == [doomed]
+    assert "Round 1, bucket" in str(error)
+    assert "'table.weight'" in str(error)
 
 
 # --- which rows -------------------------------------------------------------------------------------------

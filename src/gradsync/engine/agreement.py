@@ -29,8 +29,11 @@ def agree_on_plan(
 
 
 def _has_few_rows(spec: Spec, gradient: Tensor | None, ranks: int) -> bool:
-    """Whether it would have paid in this round to send single rows."""
-    return gradient is not None and may_travel(spec) and touched_rows(gradient, ranks) is not None
+    """Whether it would have paid in this round to send single rows. One that is all zeros says nothing."""
+    if gradient is None or not may_travel(spec):
+        return False
+    rows = touched_rows(gradient, ranks)
+    return rows is not None and len(rows) > 0
 
 
 def _of_first_rank(

@@ -75,6 +75,7 @@ class Arrivals:
         self.waiting = False
         """A complete bucket could not leave at once; the next arrival tells the listener again."""
         self._latest: list[int] = []  # the order of the round before
+        self._in_one_thread = len({parameter.device for parameter in parameters}) == 1  # autograd has one a device
         # Hooks hold this object weakly: a parameter may outlive its engine, and then they are removed.
         # All share one function: a closure for each costs half a microsecond more an arrival, in cache misses.
         self.index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
@@ -101,6 +102,10 @@ class Arrivals:
         self.count_line()
         return self._dirty
 
+    def seen_dirty(self) -> set[int]:
+        """The same for whoever looks from outside, perhaps from another thread: changes nothing."""
+        return self._dirty.union(self._line.come())
+
     def forget_round(self) -> None:
         """The round is over. What was dirty still is, until `synchronised`."""
         self.count_line()
@@ -118,14 +123,14 @@ class Arrivals:
             self.expected = list(map(max, self.expected, self.counts))
             self._all_missing = []
             self._line.forget()
-        elif self.order == self._latest != self._line.order and max(self.expected) == 1:
+        elif self._in_one_thread and self.order == self._latest != self._line.order and max(self.expected) == 1:
             complete = {self.bucket_of[index]: index for index in self.order}.values()
             self._line.learn(self.order, self.large.union(complete).__contains__)
         self._latest = self.order
 
     def count_line(self, beyond: int = 0) -> None:
         """Counts those in line who have come. `beyond`: so many were taken from it who have not."""
-        if come := self._line.come(beyond):
+        if come := self._line.count(beyond):
             self._dirty.update(come)
             self.order += come
             for index in come:

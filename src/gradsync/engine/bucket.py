@@ -55,11 +55,6 @@ class Bucket:
                 stretch = self.data[first.offset : last.offset + last.numel]
                 yield positions[0], positions[-1] + 1, stretch.view(1, -1)
 
-    def holds(self, gradient: Tensor) -> bool:
-        """Whether it lies in this bucket's memory, as what an earlier round delivered may do."""
-        plain = gradient.layout is torch.strided
-        return plain and gradient.untyped_storage().data_ptr() == self.buffer.untyped_storage().data_ptr()
-
     def fill(self, gradients: list[Tensor | None]) -> None:
         """Brings each gradient to its place, if it is not there already, and zeros where there is none."""
         done = 0
@@ -119,7 +114,10 @@ def make_buckets(
     """The buckets of a plan, the last one with `extra` slots in its tail."""
     tails = [len(plan.places) + 1 for plan in plans]
     tails[-1] += extra
-    requests = [Request(plan.numel + tail, plan.dtype, plan.device) for plan, tail in zip(plans, tails, strict=True)]
+    requests = [
+        Request(plan.numel + tail, plan.dtype, plan.device, plan.by_rows)
+        for plan, tail in zip(plans, tails, strict=True)
+    ]
     buffers = transport.allocate(requests)
     return [Bucket(plan, specs, buffer) for plan, buffer in zip(plans, buffers, strict=True)]
 

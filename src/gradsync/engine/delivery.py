@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gradsync import _torch
 from gradsync.engine import sparse_rows
 from gradsync.engine.bucket import Bucket, fill, make_buckets
 from gradsync.engine.plan import BucketPlan
@@ -88,7 +89,7 @@ class Delivery:
             used = [g is not None and index in dirty for g, index in zip(gradients, bucket.indices, strict=True)]
             held = [None if is_used and lets_go else g for is_used, g in zip(used, gradients, strict=True)]
         bucket.write_tail(used, extra)
-        if bucket.plan.by_rows and self.hook is None and self.after_reduce is None:  # hooks want to see the whole
+        if bucket.plan.by_rows and self.hook is None:
             work = self._launch_rows(bucket, gradients[0], used[0])
             return InFlight(bucket, work, used, held, work)
         bucket.fill(gradients)
@@ -107,11 +108,14 @@ class Delivery:
         scale = self._scale()
         rows: Tensor | None = None
         if gradient is None or not scale:
-            gradient, rows = torch.zeros_like(bucket.views[0]), NO_ROWS
+            gradient = torch.zeros_like(bucket.views[0])
+            rows = NO_ROWS if self.after_reduce is None else None
         elif not used:  # nobody may have used it, and then it stays as it is
             gradient = gradient / self.gain  # as in `share_out`
-        elif not bucket.holds(gradient) and gradient.dtype == bucket.plan.dtype:
+        elif self.after_reduce is None and gradient.dtype == bucket.plan.dtype:  # who looks wants to see the whole
             rows = touched_rows(gradient, self._transport.size)
+            if rows is not None and not _torch.is_alone(gradient):
+                gradient = gradient.clone()  # autograd may still need the memory, or it is the bucket's
         if rows is None:
             dense = gradient if gradient.layout is torch.strided else gradient.to_dense()
             gradient = dense.to(bucket.plan.dtype).contiguous()

@@ -58,8 +58,13 @@ class Line:
 
     def come(self, beyond: int = 0) -> list[int]:
         """Those who have come and were not counted yet. `beyond`: so many were taken who have not come."""
-        start, self._counted = self._counted, max(self._counted, self._end - length_hint(self._them) - beyond)
-        return self.order[start : self._counted]
+        return self.order[self._counted : self._end - length_hint(self._them) - beyond]
+
+    def count(self, beyond: int = 0) -> list[int]:
+        """The same, and they are counted now."""
+        come = self.come(beyond)
+        self._counted += len(come)
+        return come
 
     def pause(self) -> None:
         """Nobody is in line until `follow`."""

@@ -122,13 +122,18 @@ class Reducer:
         return self._arrivals.dirty
 
     @property
+    def seems_dirty(self) -> bool:
+        """Whether there are any; for whoever looks from outside."""
+        return bool(self._arrivals.seen_dirty())
+
+    @property
     def open(self) -> bool:
         """Whether a round is under way, or was left by a backward that raised."""
         return self._round is not None
 
     def name_dirty(self, among: set[int]) -> list[str]:
         """Names of dirty parameters with these ids; those whose gradient was thrown away are not."""
-        found = [i for i in self.dirty if id(self.parameters[i]) in among]
+        found = [i for i in self._arrivals.seen_dirty() if id(self.parameters[i]) in among]
         return [self.specs[i].name for i in sorted(found) if self._slots[i].grad is not None]
 
     @property

@@ -22,7 +22,7 @@ class Watched(Protocol):
     """What a reducer tells."""
 
     @property
-    def dirty(self) -> set[int]: ...
+    def seems_dirty(self) -> bool: ...
 
     def name_dirty(self, among: set[int]) -> list[str]:
         """Names of dirty parameters whose ids are among those given and that have a gradient."""
@@ -69,7 +69,7 @@ def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
     for reducer in tuple(_watched):
         if reducer.hidden:
             _check_registered(optimizer, reducer)
-        if reducer.dirty and reducer.size > 1:
+        if reducer.size > 1 and reducer.seems_dirty:
             _check(optimizer, reducer)
 
 

@@ -15,6 +15,7 @@ class Request(NamedTuple):
     numel: int
     dtype: torch.dtype
     device: torch.device
+    by_rows: bool = False  # for `reduce_rows`: most of it may never be used
 
 
 class Work(Protocol):

@@ -32,19 +32,23 @@ _GIVEN_BACK = ("active_file", "inactive_file")  # files that the kernel keeps in
 class MemoryFile:
     """Memory that the ranks of a link have in common. Freed when the last tensor over it is."""
 
-    def __init__(self, link: Link, header: int, slot: int, limit: float) -> None:
-        """All ranks at the same time; `header` bytes in common and `slot` bytes for each of them."""
+    def __init__(self, link: Link, header: int, slot: int, limit: float, reserve: bool = True) -> None:
+        """All ranks at the same time; `header` bytes in common and `slot` bytes for each of them.
+
+        Without `reserve` each rank sees to it by itself that what it uses of its slot is there.
+        """
         link.check()
         ranks = link.ranks
         self.slot, self.header = slot, header
         self.size = header + slot * len(ranks)
         position = ranks.index(link.rank)
         start = 0 if position == 0 else self.start_of(position)
+        end = self.start_of(position + 1) if reserve else max(start, header)
         descriptor, problem = _make_or_receive(link, self.size, limit)
         mapped = None
         try:
             if not problem:
-                mapped, problem = _map(descriptor, self.size, start, self.start_of(position + 1))
+                mapped, problem = _map(descriptor, self.size, start, end)
             problems = _agree(link, problem, limit)
         except BaseException:  # a rank is gone, or late
             _let_go(descriptor, mapped)
@@ -57,8 +61,20 @@ class MemoryFile:
                 "more memory or the process a higher limit, or pass transport='process_group'."
             )
         self.memory = memoryview(mapped)
+        self._rank, self._position, self._descriptor = link.rank, position, descriptor
         _maps[mapped] = descriptor, self.size
         weakref.finalize(mapped, os.close, descriptor).atexit = False
+
+    def reserve(self, first: int, last: int) -> None:
+        """Backs these bytes of this rank's slot by real memory."""
+        try:
+            os.posix_fallocate(self._descriptor, self.start_of(self._position) + first, last - first)
+        except OSError as error:
+            raise SharedMemoryError(
+                f"rank {self._rank}: {last - first:,} bytes of shared memory were needed for a gradient that was sent "
+                f"row by row before, and could not be had: {_explain(error)}. Give the host or container more memory, "
+                "or pass transport='process_group'."
+            ) from None
 
     def start_of(self, position: int) -> int:
         """Where the slot of the rank at this position begins."""

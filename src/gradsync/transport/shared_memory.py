@@ -41,10 +41,18 @@ class SharedMemoryTransport:
 
     def allocate(self, requests: Sequence[Request]) -> list[Tensor]:
         ours = [one.device.type == "cpu" and symmetric.can_sum(one.dtype) for one in requests]
-        asked = [(one.numel, one.dtype) for one, is_ours in zip(requests, ours, strict=True) if is_ours]
-        made = iter(self._memory.allocate(asked) if asked else ())
+        asked = [one for one, is_ours in zip(requests, ours, strict=True) if is_ours]
+        made = {by_rows: iter(self._make(asked, by_rows)) for by_rows in (False, True)}
         rest = iter(self._group.allocate([one for one, is_ours in zip(requests, ours, strict=True) if not is_ours]))
-        return [self._remember(next(made)) if is_ours else next(rest) for is_ours in ours]
+        return [
+            self._remember(next(made[one.by_rows])) if is_ours else next(rest)
+            for one, is_ours in zip(requests, ours, strict=True)
+        ]
+
+    def _make(self, requests: Sequence[Request], by_rows: bool) -> list[SymmetricTensor]:
+        """Those by rows in a file of their own, of which only what is used becomes real memory."""
+        asked = [(one.numel, one.dtype) for one in requests if one.by_rows == by_rows]
+        return self._memory.allocate(asked, reserve=not by_rows) if asked else []
 
     def _remember(self, made: SymmetricTensor) -> Tensor:
         address = made.tensor().data_ptr()

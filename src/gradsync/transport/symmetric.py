@@ -109,18 +109,25 @@ class HostMemory:
         link.restless = waited_for_elsewhere
         link.asleep = partial(self._words.__setitem__, self._asleep_at[self.position])  # no cycle with the link
 
-    def allocate(self, requests: Sequence[tuple[int, torch.dtype]]) -> list[SymmetricTensor]:
-        """Flat tensors of so many elements each, in one piece of memory. All ranks ask for the same, together."""
+    def allocate(self, requests: Sequence[tuple[int, torch.dtype]], reserve: bool = True) -> list[SymmetricTensor]:
+        """Flat tensors of so many elements each, in one piece of memory. All ranks ask for the same, together.
+
+        Without `reserve`, what is used of a slot has to be reserved first, but for its last page.
+        """
         offsets, slot = [], 0
         for numel, dtype in requests:
             offsets.append(slot)
             slot += up(numel * dtype.itemsize, LINE)
         header = up(len(requests) * self.size * LINE, PAGE)
-        file = MemoryFile(self.link, header, up(max(slot, 1), PAGE), self.limit)
-        return [
+        file = MemoryFile(self.link, header, up(max(slot, 1), PAGE), self.limit, reserve)
+        made = [
             SymmetricTensor(self, file, number, offset, numel, dtype)
             for number, (offset, (numel, dtype)) in enumerate(zip(offsets, requests, strict=True))
         ]
+        if not reserve:
+            for tensor in made:
+                tensor.reserve_end()
+        return made
 
     def barrier(self) -> None:
         """Returns when all ranks are here."""
@@ -164,10 +171,21 @@ class SymmetricTensor:
         self._operations = self._summing = 0
         self._blocks: dict[tuple[int, int], list[list[Tensor]]] = {}
         starts = [file.start_of(position) + offset for position in range(self.size)]
-        nbytes = numel * dtype.itemsize
+        self.nbytes = nbytes = numel * dtype.itemsize
+        self._file, self._offset, self._reserved = file, offset, 0
         self._exporters = [file.memory[start : start + nbytes] for start in starts]
         # What users hold keeps the memory mapped, but not this object: see `on_release`.
         self._mine = file.memory[starts[self.rank] : starts[self.rank] + nbytes]
+
+    def reserve(self, nbytes: int) -> None:
+        """Makes sure that there is memory for the first `nbytes` of this rank's slot."""
+        if nbytes > self._reserved:
+            self._file.reserve(self._offset, self._offset + nbytes)
+            self._reserved = nbytes
+
+    def reserve_end(self) -> None:
+        """The same for the last page, on which a bucket has its tail."""
+        self._file.reserve(self._offset + max(0, self.nbytes - PAGE), self._offset + self.nbytes)
 
     def tensor(self, rank: int | None = None) -> Tensor:
         """The slot of a rank, or of this one. Another rank's may change at any time."""
@@ -276,6 +294,10 @@ class SymmetricTensor:
 
     def is_whole(self, operation: int) -> bool:
         return min(self._whole.tolist()) >= operation
+
+    def not_whole(self, operation: int) -> list[int]:
+        """The positions of those who have yet to say so."""
+        return [at for at, done in enumerate(self._whole.tolist()) if done < operation]
 
     def take(self) -> None:
         """This rank has what it needs from the other slots, and its own one holds nothing but its own."""
