@@ -15,6 +15,7 @@ class Statistics:
     waited_seconds: float = 0.0
     """Seconds this rank stood still at the end of a backward, waiting for its peers."""
     bytes_reduced: int = 0
+    """Of gradients in buckets, also where less had to travel."""
     buckets: int = 0
     """Buckets of the latest round."""
     overlapped_buckets: int = 0
