@@ -151,9 +151,9 @@ def cat_into(flat: Tensor, tensors: list[Tensor]) -> bool:
 
 
 def is_alone(tensor: Tensor) -> bool:
-    """Whether no other tensor has the same memory (2.13: two hold it, the tensor, and what is asked for it here)."""
-    users: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-    return users <= 2
+    """Whether certainly no other tensor has the same memory (2.13: two hold it, the tensor, and what is asked here)."""
+    count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+    return count is not None and count(tensor.untyped_storage()._cdata) <= 2
 
 
 def read_all(store: Store, keys: list[str]) -> list[bytes]:
