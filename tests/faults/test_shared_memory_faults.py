@@ -23,7 +23,7 @@ from torch import nn
 
 import gradsync
 from gradsync.errors import ReplicaLostError, RoundTimeoutError, SharedMemoryError
-from gradsync.transport import SymmetricMemory, link, symmetric
+from gradsync.transport import SymmetricMemory, link, symmetric, under_way
 from tests.ranks.memory import descriptors, mapped, train, transport_of
 from tests.ranks.small import batch, build, make, mean_gradients, same_everywhere
 from tests.support.outcome import End
@@ -99,7 +99,7 @@ def lost_while_another_is_slow() -> None:
         if step == 3 and dist.get_rank() == 2:
             time.sleep(3)
         if step == 3 and dist.get_rank() == 1:
-            symmetric.begin = die  # type: ignore[assignment]  # the slot is filled, and that is the last of it
+            under_way.begin = die  # type: ignore[assignment]  # the slot is filled, and that is the last of it
         replica(batch(dist.get_rank(), step)).square().mean().backward()
 
 

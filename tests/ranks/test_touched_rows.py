@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch.nn import functional as F
 
 import gradsync
 from gradsync.engine.touched_rows import touched_rows
-from gradsync.errors import ReplicaLostError
+from gradsync.errors import ReplicaLostError, RoundTimeoutError
 from gradsync.replica import engine_of
 from gradsync.transport.row_sum import RowSum
 from tests.ranks.memory import same_on_all
@@ -310,7 +311,8 @@ def a_hook_sees_the_whole() -> None:
     for part in range(2):
         (loss(oracle, "few", part + 5) / 2).backward()
     assert_as_one_process(module, oracle)
-    assert WORDS * WIDTH in sizes
+    assert sum(sizes) == sum(parameter.numel() for parameter in module.parameters())
+    assert by_rows(replica) == []
 
 
 def test_a_hook_sees_the_whole(ranks: Ranks) -> None:
@@ -500,6 +502,23 @@ def test_killed_while_adding(ranks: Ranks, doomed: int) -> None:
     assert isinstance(error, ReplicaLostError)
     assert error.ranks == [doomed]
     assert "Round 1, bucket" in str(error)
+    assert "'table.weight'" in str(error)
+
+
+def stuck_before_the_whole() -> None:
+    """Rank 0 sends the whole; rank 1, which sent rows, does not come to send it too."""
+    module = build()
+    replica = gradsync.replicate(module, process_group=dist.new_group(timeout=timedelta(seconds=1)))
+    loss(replica, "few", dist.get_rank()).backward()
+    if dist.get_rank() == 1:
+        RowSum._write_whole = lambda *_: time.sleep(4)  # type: ignore[method-assign]
+    loss(replica, "few" if dist.get_rank() else "many", dist.get_rank()).backward()
+
+
+def test_stuck_before_the_whole(ranks: Ranks) -> None:
+    error = ranks.outcomes(stuck_before_the_whole, 2)[0].exception
+    assert isinstance(error, RoundTimeoutError)
+    assert error.ranks == [1]
     assert "'table.weight'" in str(error)
 
 

@@ -19,9 +19,10 @@ def agree_on_plan(
     gradients: Sequence[Tensor | None],
     transport: Transport,
     options: Options,
+    by_rows: bool,
 ) -> Plan:
-    """The plan by rank 0's `order`, and by what it has few rows of; a collective."""
-    may = transport.reduce_rows is not None
+    """The plan by rank 0's `order`, and, if rows may travel, by what it has few rows of; a collective."""
+    may = by_rows and transport.reduce_rows is not None
     few = [index for index in order if may and _has_few_rows(specs[index], gradients[index], transport.size)]
     order, few = _of_first_rank([order, few], len(specs), transport, specs[0].device)
     order = delay(order, specs, options.delayed, options.delayed_until)

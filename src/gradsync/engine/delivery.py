@@ -7,6 +7,7 @@ way its parameters' `.grad` is None: nothing can write into memory that is being
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -89,7 +90,7 @@ class Delivery:
             used = [g is not None and index in dirty for g, index in zip(gradients, bucket.indices, strict=True)]
             held = [None if is_used and lets_go else g for is_used, g in zip(used, gradients, strict=True)]
         bucket.write_tail(used, extra)
-        if bucket.plan.by_rows and self.hook is None:
+        if bucket.plan.by_rows:
             work = self._launch_rows(bucket, gradients[0], used[0])
             return InFlight(bucket, work, used, held, work)
         bucket.fill(gradients)
@@ -264,6 +265,7 @@ class Delivery:
 
     def carry_late(self, plans: Sequence[BucketPlan], late: Mapping[int, Tensor]) -> None:
         """A second pass for gradients that arrived after their bucket had left; adds them to the result."""
+        plans = [replace(plan, by_rows=False) for plan in plans]
         for plan, bucket in zip(plans, make_buckets(plans, self._specs, self._transport), strict=True):
             bucket.data.zero_()
             used = [place.index in late for place in plan.places]

@@ -225,7 +225,7 @@ class Engine:
         check_hook(hook)
         if self.reducer.delivery.hook is not None:
             raise HookError("register_comm_hook or register_builtin_comm_hook can only be called once.")
-        self.reducer.delivery.hook = stand_in(hook), state
+        self.reducer.reduce_by(stand_in(hook), state)
         self.statistics.hook = name_of(hook)
 
     def set_divide_factor(self, factor: float) -> None:

@@ -41,6 +41,7 @@ from gradsync.engine.sparse_rows import KnownRows
 from gradsync.errors import ReplicaLostError, RoundTimeoutError, UnfinishedRoundError
 from gradsync.events import BucketLaunched, Recorder, RoundClosed
 from gradsync.guard import strict
+from gradsync.hooks.comm_hook import Hook
 from gradsync.hooks.optimizer_overlap import Stepper
 from gradsync.options import Options
 from gradsync.transport.base import Transport
@@ -185,6 +186,12 @@ class Reducer:
         """From the next round on a gradient is the sum over the ranks divided by `divisor`."""
         self.delivery.divisor = divisor
         self.replace(self._managed)
+
+    def reduce_by(self, hook: Hook, state: object) -> None:
+        """From the next round on a communication hook reduces the buckets."""
+        self.delivery.hook = hook, state
+        if self.plan is not None and any(bucket.by_rows for bucket in self.plan.buckets):
+            self.replace(self._managed)  # it wants to see the whole
 
     @contextlib.contextmanager
     def gradients_in(self, slots: Sequence[HasGrad]) -> Iterator[None]:
@@ -370,8 +377,9 @@ class Reducer:
             )
 
     def _make_plan(self) -> None:
-        gradients = [slot.grad for slot in self._slots]
-        self.plan = agree_on_plan(self.specs, self._arrivals.order, gradients, self._transport, self.options)
+        order, gradients = self._arrivals.order, [slot.grad for slot in self._slots]
+        by_rows = self.delivery.hook is None  # a hook wants to see the whole
+        self.plan = agree_on_plan(self.specs, order, gradients, self._transport, self.options, by_rows)
         self.delivery.measure_weights()
         extra = 3 + len(self.plan.sparse)
         self.buckets = make_buckets(self.plan.buckets, self.specs, self._transport, extra)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gradsync import _torch
 from gradsync.errors import ReplicaLostError, RoundTimeoutError
-from gradsync.transport import symmetric
+from gradsync.transport import under_way
 from gradsync.transport.base import Work
 from gradsync.transport.link import Link
 from gradsync.transport.process_group import ProcessGroupTransport
@@ -120,7 +120,7 @@ _bridges: weakref.WeakSet[Bridge] = weakref.WeakSet()
 
 
 def _restless(link: Link) -> bool:
-    return any(bridge.busy() for bridge in _bridges) or symmetric.waited_for_elsewhere(link)
+    return any(bridge.busy() for bridge in _bridges) or under_way.waited_for_elsewhere(link)
 
 
 class Crossing:
@@ -133,7 +133,7 @@ class Crossing:
         self._added_up = self._sent = False
         self._work: Any = None
         bridge.queue.append(self)
-        symmetric.begin(self)
+        under_way.begin(self)
 
     @torch.no_grad()
     def advance(self) -> bool:
@@ -164,7 +164,7 @@ class Crossing:
         return self._bridge.arrived(self._work) if self._bridge.ends else self._tensor.is_crossed(self._operation)
 
     def done(self) -> bool:
-        symmetric.progress()
+        under_way.progress()
         return self._tensor.is_reduced(self._operation)
 
     def wait(self) -> None:
@@ -174,10 +174,10 @@ class Crossing:
             self._bridge.arrived(self._work)  # raises if it broke while somebody waited for another one
             self._tensor.await_all(lambda: self._tensor.missing(self._operation))
         except RoundTimeoutError:
-            symmetric.give_up(self)
+            under_way.give_up(self)
             if self._has_crossed() or not self._tensor.is_added_up(self._operation):
                 raise
             raise self._bridge.late() from None  # this host is in time
         except BaseException:
-            symmetric.give_up(self)
+            under_way.give_up(self)
             raise

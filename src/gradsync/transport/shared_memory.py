@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gradsync.options import MIB
-from gradsync.transport import symmetric
+from gradsync.transport import symmetric, under_way
 from gradsync.transport.base import Request, RowWork, SparseWork, Work
 from gradsync.transport.process_group import ProcessGroupTransport
 from gradsync.transport.row_sum import RowSum
@@ -33,7 +33,7 @@ class SharedMemoryTransport:
         self._group = group
         self._memory = memory
         self.rank, self.size, self.limit = group.rank, group.size, group.limit
-        self.progress = symmetric.progress_now_and_then
+        self.progress = under_way.progress_now_and_then
         self._at: dict[int, SymmetricTensor] = {}  # by the address of this rank's slot
         self._staging: SymmetricTensor | None = None
         self._shown_as: object = None

@@ -13,16 +13,14 @@ from __future__ import annotations
 
 import contextlib
 import math
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from time import perf_counter
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from gradsync.transport import under_way
 from gradsync.transport.link import Link
 from gradsync.transport.memory_file import MemoryFile
 
@@ -30,67 +28,11 @@ LINE = 64  # bytes in a cache line: what two ranks write must not share one
 PAGE = 4096
 # All slots' blocks together should be about as large as a core's second-level cache.
 BLOCK_BYTES = 512 * 1024
-LOOK_EVERY = 50e-6
 _WORDS = LINE // 8
 _FILLED, _SCALE, _SUMMED, _CROSSED, _REDUCED, _TAKEN, _ROWS, _WHOLE = range(_WORDS)
 WHOLE = -1  # in place of a number of rows: the slot holds all of them
 _ACCUMULATE_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 _SUMMABLE = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
-
-
-class Step(Protocol):
-    """Something under way that goes on whenever somebody asks."""
-
-    link: Link
-    """Between the ranks that take part."""
-
-    def advance(self) -> bool:
-        """Does what is possible now; whether this rank's part is done."""
-
-
-_in_progress: list[Step] = []
-_at_it = threading.Lock()
-_look_again = 0.0
-
-
-def begin(step: Step) -> None:
-    if not step.advance():
-        _in_progress.append(step)
-
-
-def give_up(step: Step) -> None:
-    if step in _in_progress:
-        _in_progress.remove(step)
-
-
-def progress() -> None:
-    """Does this rank's share of all reductions for which the other ranks are ready."""
-    if not _in_progress or not _at_it.acquire(blocking=False):  # two threads would both add up the same
-        return
-    try:
-        for step in tuple(_in_progress):
-            try:
-                over = step.advance()
-            except BaseException:
-                give_up(step)
-                raise
-            if over:
-                give_up(step)
-    finally:
-        _at_it.release()
-
-
-def progress_now_and_then() -> None:
-    """The same for those who call it all the time: it looks no more often than is of use."""
-    global _look_again
-    if _in_progress and (now := perf_counter()) > _look_again:
-        progress()
-        _look_again = now + LOOK_EVERY
-
-
-def waited_for_elsewhere(link: Link) -> bool:
-    """Whether ranks may wait for this one that can't wake it, as they have no part in `link`."""
-    return any(step.link is not link for step in _in_progress)
 
 
 class HostMemory:
@@ -105,8 +47,8 @@ class HostMemory:
         self._words = control.memory.cast("q")
         self._asleep_at = [number * _WORDS for number in range(self.size)]
         self._barriers = 0
-        link.progress = progress
-        link.restless = waited_for_elsewhere
+        link.progress = under_way.progress
+        link.restless = under_way.waited_for_elsewhere
         link.asleep = partial(self._words.__setitem__, self._asleep_at[self.position])  # no cycle with the link
 
     def allocate(self, requests: Sequence[tuple[int, torch.dtype]], reserve: bool = True) -> list[SymmetricTensor]:
@@ -174,7 +116,7 @@ class SymmetricTensor:
         self.nbytes = nbytes = numel * dtype.itemsize
         self._file, self._offset, self._reserved = file, offset, 0
         self._exporters = [file.memory[start : start + nbytes] for start in starts]
-        # What users hold keeps the memory mapped, but not this object: see `on_release`.
+        # What users hold keeps the memory mapped, but not this object: see `release_with_tensor`.
         self._mine = file.memory[starts[self.rank] : starts[self.rank] + nbytes]
 
     def reserve(self, nbytes: int) -> None:
@@ -385,7 +327,7 @@ class Reduction:
         self._tensor, self._start, self._stop = tensor, start, stop
         self.link = tensor.link
         self._operation = tensor.fill(scale, rows)
-        begin(self)
+        under_way.begin(self)
 
     def advance(self) -> bool:
         """Adds up this rank's share if all ranks have filled their slots; whether that is done."""
@@ -400,14 +342,14 @@ class Reduction:
         return self._tensor.missing(self._operation)
 
     def done(self) -> bool:
-        progress()
+        under_way.progress()
         return not self.missing()
 
     def wait(self) -> None:
         try:
             self._tensor.await_all(self.missing)
         except BaseException:
-            give_up(self)
+            under_way.give_up(self)
             raise
 
 
