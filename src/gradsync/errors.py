@@ -57,7 +57,7 @@ class UnfinishedRoundError(GradsyncError, RuntimeError):
     """A round was left open: its backward raised, or did not reach what it had to reach."""
 
 
-class UnsynchronisedStepError(GradsyncError, RuntimeError):
+class UnsynchronizedStepError(GradsyncError, RuntimeError):
     """`optimizer.step()` was called on gradients that were never synchronised."""
 
 

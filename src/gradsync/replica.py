@@ -44,7 +44,7 @@ class Replica:
         """Whether backwards from now on synchronise: `no_sync` without the indentation."""
         self._engine.synchronising = requires_gradient_sync
 
-    def synchronise_gradients(self) -> None:
+    def synchronize_gradients(self) -> None:
         """Synchronises what backwards inside `no_sync` have left, without another backward. On all ranks."""
         self._engine.synchronise_now()
 

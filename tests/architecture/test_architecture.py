@@ -46,7 +46,7 @@ PUBLIC = {
     "ReplicateModule",
     "Statistics",
     "__version__",
-    "allow_unsynchronised_steps",
+    "allow_unsynchronized_steps",
     "checkpoint",
     "contract",
     "errors",

@@ -198,10 +198,10 @@ def never_synchronised(front: str) -> None:
     with replica.no_sync():
         replica(torch.ones(1, 2)).sum().backward()
     rank = dist.get_rank()
-    with pytest.raises(errors.UnsynchronisedStepError, match=rf"rank {rank}: SGD.*'weight', 'bias'.*no_sync"):
+    with pytest.raises(errors.UnsynchronizedStepError, match=rf"rank {rank}: SGD.*'weight', 'bias'.*no_sync"):
         optimizer.step()
     torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1).step()  # others are not our business
-    with gradsync.allow_unsynchronised_steps():
+    with gradsync.allow_unsynchronized_steps():
         optimizer.step()
     optimizer.zero_grad()  # thrown away: nothing is left to complain about
     optimizer.step()
@@ -219,7 +219,7 @@ def stepping_inside_backward(front: str) -> None:
     replica = make(front, module)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     module.bias.register_post_accumulate_grad_hook(lambda _: optimizer.step())
-    with pytest.raises(errors.UnsynchronisedStepError, match="step after backward has ended"):
+    with pytest.raises(errors.UnsynchronizedStepError, match="step after backward has ended"):
         replica(torch.ones(1, 2)).sum().backward()
 
 

@@ -74,7 +74,7 @@ def one_dimension(zero: bool) -> None:
         replica(batch(0, 0))
     assert all(isinstance(p, DTensor) for p in replica.parameters())
     optimizer = torch.optim.SGD(replica.parameters(), lr=0.1, momentum=0.9)
-    with pytest.raises(gradsync.errors.UnsynchronisedStepError, match=r"'0.weight'.*Build the optimizer after"):
+    with pytest.raises(gradsync.errors.UnsynchronizedStepError, match=r"'0.weight'.*Build the optimizer after"):
         early.step()
     size = dist.get_world_size()
     check_training(replica, oracle, list(range(size)), dist.get_rank(), optimizer, zero)

@@ -92,7 +92,7 @@ def nested() -> None:
     assert [gradsync.statistics(module[i]).rounds for i in (0, 2, 4)] == [1, 1, 1]
     module.set_requires_gradient_sync(True)
     for i in (0, 2):
-        module[i].synchronise_gradients()  # without another backward
+        module[i].synchronize_gradients()  # without another backward
     assert_gradients(module, expected)
     gradsync.unreplicate(module[2])
     assert type(module[4]) is nn.Linear  # of a list, undoing one undoes all

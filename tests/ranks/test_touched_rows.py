@@ -362,7 +362,7 @@ def laid_out_otherwise() -> None:
         expected = found.clone()
         dist.all_reduce(expected)
         weight.grad = found.T.contiguous().T if kind == "columns" else found.to_sparse(1)
-        replica.synchronise_gradients()  # type: ignore[operator]
+        replica.synchronize_gradients()  # type: ignore[operator]
         assert weight.grad is not None
         torch.testing.assert_close(weight.grad.to_dense(), expected / 2)
 
@@ -477,7 +477,7 @@ def negative_zeros() -> None:
     gradient.mul_(0)
     if dist.get_rank():
         gradient.neg_()
-    replica.synchronise_gradients()  # type: ignore[operator]
+    replica.synchronize_gradients()  # type: ignore[operator]
     assert module.table.weight.grad is not None
     same_on_all(module.table.weight.grad)
 

@@ -192,7 +192,7 @@ def forward_outside(replica: Any, x: Tensor) -> None:
 def without_a_backward(replica: Any, x: Tensor) -> None:
     with replica.no_sync():
         replica(x).square().sum().backward()
-    replica.synchronise_gradients()
+    replica.synchronize_gradients()
 
 
 def evaluated_by_one(replica: Any, x: Tensor) -> None:

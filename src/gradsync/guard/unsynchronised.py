@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from gradsync.errors import UnsynchronisedStepError
+from gradsync.errors import UnsynchronizedStepError
 
 
 class Watched(Protocol):
@@ -53,7 +53,7 @@ def watch(reducer: Watched) -> None:
 
 
 @contextlib.contextmanager
-def allow_unsynchronised_steps() -> Iterator[None]:
+def allow_unsynchronized_steps() -> Iterator[None]:
     """Inside, optimizers may step on local gradients: for local SGD and the like, on purpose."""
     global _allowed
     before, _allowed = _allowed, True
@@ -78,7 +78,7 @@ def _check_registered(optimizer: Optimizer, reducer: Watched) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if name := reducer.hidden.get(id(parameter)):
-                raise UnsynchronisedStepError(
+                raise UnsynchronizedStepError(
                     f"rank {reducer.rank}: this {type(optimizer).__name__} was built before the module was replicated "
                     f"over a mesh and holds the tensor that '{name}' computes with, not the registered DTensor. Build "
                     "the optimizer after gradsync.replicate(module, mesh=...)."
@@ -91,9 +91,9 @@ def _check(optimizer: Optimizer, reducer: Watched) -> None:
     if not names:
         return
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    raise UnsynchronisedStepError(
+    raise UnsynchronizedStepError(
         f"rank {reducer.rank}: {type(optimizer).__name__}.step() on gradients that were never synchronised: "
         f"{', '.join(map(repr, names[:3]))}{more}. The replicas would drift apart. Run the last backward before a "
         "step outside of no_sync() and with set_requires_gradient_sync(True), and step after backward has ended. If "
-        "local steps are what you want, put them in `with gradsync.allow_unsynchronised_steps():`."
+        "local steps are what you want, put them in `with gradsync.allow_unsynchronized_steps():`."
     )
