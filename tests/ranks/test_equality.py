@@ -1,4 +1,4 @@
-"""Every case, on both fronts, with 2 and 3 ranks, against one process."""
+"""Every case, on both fronts, over both transports, with 2 and 3 ranks, against one process."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from tests.support.ranks import Ranks
 
 
 def body(name: str) -> None:
-    check_case(CASES[name])
+    check_case(CASES[name], transports=["shared_memory", "process_group"])
 
 
 @pytest.mark.parametrize("size", [2, 3])

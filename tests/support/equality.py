@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -76,33 +77,41 @@ class Case:
     torch: dict[str, Any] | None = None  # torch's DDP gets the same result with these options
 
 
-def replicate_front(case: Case, module: nn.Module) -> Callable[..., Any]:
-    return gradsync.replicate(module, **{"bucket_cap_mb": TINY_BUCKETS, **case.options})
+def replicate_front(case: Case, module: nn.Module, transport: str) -> Callable[..., Any]:
+    return gradsync.replicate(module, **_options(case, transport))
 
 
-def ddp_front(case: Case, module: nn.Module) -> Callable[..., Any]:
-    return gradsync.DistributedDataParallel(module, **{"bucket_cap_mb": TINY_BUCKETS, **case.options})
+def ddp_front(case: Case, module: nn.Module, transport: str) -> Callable[..., Any]:
+    return gradsync.DistributedDataParallel(module, **_options(case, transport))
 
 
-def torch_front(case: Case, module: nn.Module) -> Callable[..., Any]:
+def _options(case: Case, transport: str) -> dict[str, Any]:
+    return {"bucket_cap_mb": TINY_BUCKETS, "transport": transport, **case.options}
+
+
+def torch_front(case: Case, module: nn.Module, transport: str) -> Callable[..., Any]:
     return nn.parallel.DistributedDataParallel(module, bucket_cap_mb=TINY_BUCKETS, **(case.torch or {}))
 
 
 FRONTS = {"replicate": replicate_front, "ddp": ddp_front, "torch": torch_front}
 
 
-def check_case(case: Case, fronts: Iterable[str] = ("replicate", "ddp")) -> None:
-    """On a rank: trains the case on each front, next to the oracle."""
-    for name in fronts:
+def check_case(
+    case: Case, fronts: Iterable[str] = ("replicate", "ddp"), transports: Iterable[str] = ("auto",)
+) -> None:
+    """On a rank: trains the case on each front and over each transport in turn, next to the oracle."""
+    for name, transport in itertools.product(fronts, transports):
         with _default_dtype(case.dtype):
             try:
-                _check(case, FRONTS[name], buffers=name != "torch")  # torch leaves those apart until the next forward
+                _check(case, name, transport)
             except Exception as error:
-                error.add_note(f"case {case.name}, front {name}") if hasattr(error, "add_note") else None
+                where = f"case {case.name}, front {name}, transport {transport}"
+                error.add_note(where) if hasattr(error, "add_note") else None
                 raise
 
 
-def _check(case: Case, make_front: Callable[[Case, nn.Module], Callable[..., Any]], buffers: bool) -> None:
+def _check(case: Case, name: str, transport: str) -> None:
+    buffers = name != "torch"  # which leaves those apart until the next forward
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(7)
     module = case.build()
@@ -110,7 +119,7 @@ def _check(case: Case, make_front: Callable[[Case, nn.Module], Callable[..., Any
     with torch.no_grad():  # ranks begin apart: replicating has to make them equal
         for parameter in module.parameters():
             parameter.add_(rank)
-    front = make_front(case, module)
+    front = FRONTS[name](case, module, transport)
     optimizer, expected = case.optimizer(module.parameters()), case.optimizer(oracle.parameters())
     for step in range(STEPS):
         for r in range(size):

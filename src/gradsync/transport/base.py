@@ -8,6 +8,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from gradsync.transport.label import UNLABELLED, Label
+
 
 class Request(NamedTuple):
     """Memory asked for."""
@@ -26,6 +28,9 @@ class Work(Protocol):
 
     def done(self) -> bool:
         """Whether `wait` would return at once."""
+
+    def differing(self) -> int:
+        """After `wait`: the bits of the label on which ranks disagree. If there are any, the result is worthless."""
 
 
 class RowWork(Work, Protocol):
@@ -69,19 +74,20 @@ class Transport(Protocol):
         Ranks may have to do this together. The memory lives as long as a tensor over it.
         """
 
-    def reduce(self, buffer: Tensor, scale: float) -> Work:
+    def reduce(self, buffer: Tensor, scale: float, label: Label = UNLABELLED) -> Work:
         """Starts replacing `buffer` on every rank by the sum over the ranks of `scale * buffer`.
 
         Ranks may pass different scales. The result is bitwise the same on all ranks. The buffer
-        must stay untouched until `wait` returned.
+        must stay untouched until `wait` returned. With a label it must end where memory ends that
+        `allocate` gave.
         """
 
     @property
-    def reduce_rows(self) -> Callable[[Tensor, Tensor, Tensor | None, float], RowWork] | None:
-        """`reduce(buffer, scale)` for a buffer that begins with a matrix; None if there is nothing to save.
+    def reduce_rows(self) -> Callable[[Tensor, Tensor, Tensor | None, float, Label], RowWork] | None:
+        """`reduce(buffer, scale, label)` for a buffer that begins with a matrix; None if there is nothing to save.
 
         Called with the buffer, of which only what is behind the matrix has to be filled, the matrix, the numbers of
-        its rows that are not zero, or None for any, and the scale.
+        its rows that are not zero, or None for any, the scale and the label.
         """
 
     def reduce_sparse(self, gradient: Tensor, scale: float) -> SparseWork:

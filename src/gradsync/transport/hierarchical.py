@@ -18,8 +18,10 @@ from torch import Tensor
 
 from gradsync import _torch
 from gradsync.errors import ReplicaLostError, RoundTimeoutError
+from gradsync.transport import label as labels
 from gradsync.transport import under_way
 from gradsync.transport.base import Work
+from gradsync.transport.label import Label
 from gradsync.transport.link import Link
 from gradsync.transport.process_group import ProcessGroupTransport
 from gradsync.transport.shared_memory import SharedMemoryTransport
@@ -31,6 +33,7 @@ class HierarchicalTransport(SharedMemoryTransport):
 
     name = "hierarchical"
     usual_caps = ProcessGroupTransport.usual_caps
+    _room = labels.PLACES  # for what the ranks of this host say of a sum: it crosses with it
 
     def __init__(self, group: ProcessGroupTransport, memory: HostMemory, hosts: Sequence[Sequence[int]]) -> None:
         super().__init__(group, memory)
@@ -46,8 +49,8 @@ class HierarchicalTransport(SharedMemoryTransport):
     def broadcast(self, tensors: Sequence[Tensor], source: int) -> None:
         self._group.broadcast(tensors, source)
 
-    def _begin(self, found: SymmetricTensor, scale: float, start: int, stop: int) -> Work:
-        return Crossing(self._bridge, found, scale, start, stop)
+    def _begin(self, found: SymmetricTensor, scale: float, start: int, stop: int, label: Label) -> Work:
+        return Crossing(self._bridge, found, scale, start, stop, label)
 
 
 class Bridge:
@@ -126,10 +129,14 @@ def _restless(link: Link) -> bool:
 class Crossing:
     """A sum over all ranks of all hosts under way."""
 
-    def __init__(self, bridge: Bridge, tensor: SymmetricTensor, scale: float, start: int, stop: int) -> None:
+    def __init__(
+        self, bridge: Bridge, tensor: SymmetricTensor, scale: float, start: int, stop: int, label: Label
+    ) -> None:
         self._bridge, self._tensor, self._range = bridge, tensor, (start, stop)
+        # Of the ranks of a host together, in the first slot behind what is summed; the last rank carries them across.
+        self._label = tensor.tensor(0)[stop : stop + labels.PLACES] if label.mask else None
         self.link = tensor.link
-        self._operation = tensor.fill(scale)
+        self._operation = tensor.fill(scale, label=label)
         self._added_up = self._sent = False
         self._work: Any = None
         bridge.queue.append(self)
@@ -141,12 +148,15 @@ class Crossing:
         if not self._added_up:
             if not tensor.is_filled(operation):
                 return False
+            if self._label is not None and tensor.rank == tensor.size - 1:
+                labels.write(self._label, tensor.labels)
             tensor.add_up(*self._range, everywhere=False)
             self._added_up = True
         if not self._sent:
             if bridge.queue[0] is not self or not self._may_cross():
                 return False
-            self._work = bridge.send(tensor.total(*self._range, bridge.shares)) if bridge.ends else None
+            behind = 0 if self._label is None else labels.PLACES
+            self._work = bridge.send(tensor.total(*self._range, bridge.shares, behind)) if bridge.ends else None
             self._sent = True
             bridge.queue.popleft()
         if not self._has_crossed():
@@ -166,6 +176,9 @@ class Crossing:
     def done(self) -> bool:
         under_way.progress()
         return self._tensor.is_reduced(self._operation)
+
+    def differing(self) -> int:
+        return 0 if self._label is None else labels.read(self._label)
 
     def wait(self) -> None:
         if self._tensor.is_reduced(self._operation):

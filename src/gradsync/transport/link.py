@@ -20,7 +20,7 @@ import time
 import weakref
 from array import array
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from gradsync.errors import ForkedError, ReplicaLostError, RoundTimeoutError
@@ -33,6 +33,7 @@ RESTLESS_NAP = 1e-3
 # While waiting for a rank to connect, how often to look whether it has said that it can't.
 _LOOK_UP = 0.1
 _GREETING = struct.Struct("=16sq")
+_CHANNEL = struct.Struct("=i")
 _MESSAGE = 64 * 1024
 _WAKE = b"w"
 _CREDENTIALS = struct.Struct("3i")
@@ -102,7 +103,9 @@ class Link:
         self.troubled = False
         """Somebody waited in vain: the ranks may no longer agree on what comes next."""
         self._sockets = dict(sockets)
-        self._inbox: dict[int, deque[tuple[bytes, list[int]]]] = {peer: deque() for peer in sockets}
+        self._inbox: dict[tuple[int, int], deque[tuple[bytes, list[int]]]] = {}  # by rank and channel
+        self._channels = 0
+        self._sleepers, self._counting = 0, threading.Lock()
         self.gone: set[int] = set()
         """Ranks of which it is known that they have ended."""
         self._rank_of = {one.fileno(): peer for peer, one in sockets.items()}
@@ -120,12 +123,22 @@ class Link:
             with contextlib.suppress(OSError):  # full of wake-ups, or gone: either way there is nobody to wake
                 self._sockets[peer].send(_WAKE, socket.MSG_NOSIGNAL)
 
-    def send(self, peer: int, message: bytes, limit: float, descriptors: Collection[int] = ()) -> None:
+    def open_channel(self) -> int:
+        """A number for messages that are not to be mixed up with others, of another thread for example.
+
+        All ranks open theirs in the same order.
+        """
+        self._channels += 1
+        return self._channels
+
+    def send(
+        self, peer: int, message: bytes, limit: float, descriptors: Collection[int] = (), channel: int = 0
+    ) -> None:
         """Waits for room: a rank that was stopped may have many wake-ups to read first."""
 
         def sent() -> bool:
             try:
-                _send(self._sockets[peer], message, descriptors)
+                _send(self._sockets[peer], _CHANNEL.pack(channel) + message, descriptors)
             except BlockingIOError:
                 return False
             except OSError:
@@ -134,10 +147,11 @@ class Link:
 
         self.wait(sent, limit, lambda: [peer], "room for a message")
 
-    def receive(self, peer: int, limit: float) -> tuple[bytes, list[int]]:
+    def receive(self, peer: int, limit: float, channel: int = 0) -> tuple[bytes, list[int]]:
         """The next message of a rank, which came with these descriptors."""
-        self.wait(lambda: bool(self._inbox[peer]), limit, lambda: [peer], "a message")
-        return self._inbox[peer].popleft()
+        inbox = self._inbox.setdefault((peer, channel), deque())
+        self.wait(lambda: bool(inbox), limit, lambda: [peer], "a message")
+        return inbox.popleft()
 
     def wait(self, ready: Callable[[], bool], limit: float, who: Callable[[], list[int]], what: str) -> None:
         """Returns once `ready()`; raises if a rank that is waited for is gone, or takes longer than `limit`.
@@ -153,23 +167,34 @@ class Link:
                 return
             os.sched_yield()
         nap = NAP
-        try:
-            while True:
-                self.asleep(True)
+        while True:
+            with self._asleep():
                 self.progress()
                 if ready():
                     return
                 self._look(RESTLESS_NAP if self.restless(self) else nap)
-                self.progress()
-                if ready():
-                    return
-                if self.gone and (lost := self.gone.intersection(who())):
-                    raise self._lost(sorted(lost))
-                if time.monotonic() - began > limit:
-                    raise self._late(who(), limit, what)
-                nap = min(nap * 1.5, LONGEST_NAP)
+            self.progress()
+            if ready():
+                return
+            if self.gone and (lost := self.gone.intersection(who())):
+                raise self._lost(sorted(lost))
+            if time.monotonic() - began > limit:
+                raise self._late(who(), limit, what)
+            nap = min(nap * 1.5, LONGEST_NAP)
+
+    @contextlib.contextmanager
+    def _asleep(self) -> Iterator[None]:
+        """Says to the others that this rank may have to be woken; so do other threads of it, perhaps."""
+        self._count_sleepers(1)
+        try:
+            yield
         finally:
-            self.asleep(False)
+            self._count_sleepers(-1)
+
+    def _count_sleepers(self, more: int) -> None:
+        with self._counting:
+            self._sleepers += more
+            self.asleep(self._sleepers > 0)
 
     def check(self) -> None:
         """Raises in a process that was forked from the rank: the sockets and the memory are the rank's."""
@@ -202,7 +227,9 @@ class Link:
                     if not message:
                         raise ConnectionResetError
                     if message != _WAKE:
-                        self._inbox[peer].append((message, descriptors))
+                        (channel,) = _CHANNEL.unpack_from(message)
+                        inbox = self._inbox.setdefault((peer, channel), deque())
+                        inbox.append((message[_CHANNEL.size :], descriptors))
             except BlockingIOError:
                 pass
             except OSError:

@@ -32,7 +32,9 @@ _GIVEN_BACK = ("active_file", "inactive_file")  # files that the kernel keeps in
 class MemoryFile:
     """Memory that the ranks of a link have in common. Freed when the last tensor over it is."""
 
-    def __init__(self, link: Link, header: int, slot: int, limit: float, reserve: bool = True) -> None:
+    def __init__(
+        self, link: Link, header: int, slot: int, limit: float, reserve: bool = True, channel: int = 0
+    ) -> None:
         """All ranks at the same time; `header` bytes in common and `slot` bytes for each of them.
 
         Without `reserve` each rank sees to it by itself that what it uses of its slot is there.
@@ -44,12 +46,12 @@ class MemoryFile:
         position = ranks.index(link.rank)
         start = 0 if position == 0 else self.start_of(position)
         end = self.start_of(position + 1) if reserve else max(start, header)
-        descriptor, problem = _make_or_receive(link, self.size, limit)
+        descriptor, problem = _make_or_receive(link, self.size, limit, channel)
         mapped = None
         try:
             if not problem:
                 mapped, problem = _map(descriptor, self.size, start, end)
-            problems = _agree(link, problem, limit)
+            problems = _agree(link, problem, limit, channel)
         except BaseException:  # a rank is gone, or late
             _let_go(descriptor, mapped)
             raise
@@ -84,12 +86,12 @@ class MemoryFile:
 # --- making one, together --------------------------------------------------------------------------------
 
 
-def _make_or_receive(link: Link, size: int, limit: float) -> tuple[int, str]:
+def _make_or_receive(link: Link, size: int, limit: float, channel: int) -> tuple[int, str]:
     """A descriptor of the common file, or -1 and what went wrong."""
     leader = link.ranks[0]
     if link.rank == leader:
-        return _make(link, size, limit)
-    message, descriptors = link.receive(leader, limit)
+        return _make(link, size, limit, channel)
+    message, descriptors = link.receive(leader, limit, channel)
     (offered,) = _OFFER.unpack(message)
     if descriptors and offered == size:
         return descriptors[0], ""
@@ -100,7 +102,7 @@ def _make_or_receive(link: Link, size: int, limit: float) -> tuple[int, str]:
     return -1, f"rank {link.rank} was sent no descriptor, or has too many open files (ulimit -n)"
 
 
-def _make(link: Link, size: int, limit: float) -> tuple[int, str]:
+def _make(link: Link, size: int, limit: float, channel: int) -> tuple[int, str]:
     descriptor, problem = -1, ""
     try:
         if size > (available := _available()):
@@ -113,7 +115,7 @@ def _make(link: Link, size: int, limit: float) -> tuple[int, str]:
         problem = f"rank {link.rank}: {_explain(error)}"
     try:
         for peer in link.peers:
-            link.send(peer, _OFFER.pack(size), limit, [] if problem else [descriptor])
+            link.send(peer, _OFFER.pack(size), limit, [] if problem else [descriptor], channel)
     except BaseException:
         _let_go(descriptor)
         raise
@@ -142,19 +144,19 @@ def _map(descriptor: int, size: int, start: int, end: int) -> tuple[mmap.mmap | 
     return mapped, ""
 
 
-def _agree(link: Link, problem: str, limit: float) -> list[str]:
+def _agree(link: Link, problem: str, limit: float, channel: int) -> list[str]:
     """What went wrong on any rank, told to all."""
     leader = link.ranks[0]
     if problem and not problem.startswith("rank"):
         problem = f"rank {link.rank}: {problem}"
     if link.rank != leader:
-        link.send(leader, b"=" + problem.encode(), limit)
-        verdict = link.receive(leader, limit)[0]
+        link.send(leader, b"=" + problem.encode(), limit, channel=channel)
+        verdict = link.receive(leader, limit, channel)[0]
     else:
-        said = [problem] + [link.receive(peer, limit)[0][1:].decode() for peer in link.peers]
+        said = [problem] + [link.receive(peer, limit, channel)[0][1:].decode() for peer in link.peers]
         verdict = b"=" + "\n".join(dict.fromkeys(text for text in said if text)).encode()[:32_000]
         for peer in link.peers:
-            link.send(peer, verdict, limit)
+            link.send(peer, verdict, limit, channel=channel)
     return [text for text in verdict[1:].decode(errors="replace").split("\n") if text]
 
 

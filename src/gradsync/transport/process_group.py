@@ -12,7 +12,9 @@ from torch import Tensor
 
 from gradsync import _torch
 from gradsync.options import MIB
+from gradsync.transport import label as labels
 from gradsync.transport.base import Request, SparseWork, Work
+from gradsync.transport.label import UNLABELLED, Label
 
 # Tensors are broadcast in blocks of about this size: few collectives, little extra memory.
 BROADCAST_BYTES = 32 * 1024 * 1024
@@ -44,9 +46,12 @@ class ProcessGroupTransport:
         """Why it is this transport and no other."""
 
     def allocate(self, requests: Sequence[Request]) -> list[Tensor]:
-        return [torch.empty(one.numel, dtype=one.dtype, device=one.device) for one in requests]
+        """With room for a label behind it."""
+        return [
+            torch.empty(one.numel + labels.PLACES, dtype=one.dtype, device=one.device)[: one.numel] for one in requests
+        ]
 
-    def reduce(self, buffer: Tensor, scale: float) -> Work:
+    def reduce(self, buffer: Tensor, scale: float, label: Label = UNLABELLED) -> Work:
         # Scaled before the sum, not after: a sum of float16 gradients overflows easily.
         if scale == 0:
             buffer.zero_()  # not multiplied: a rank without data may well have computed NaN
@@ -54,8 +59,13 @@ class ProcessGroupTransport:
             buffer.mul_(scale)
         if self.size == 1:
             return _Done()
+        places = None
+        if label.mask:  # not scaled: a rank of no weight has a say too
+            buffer = buffer.as_strided((buffer.numel() + labels.PLACES,), (1,))
+            places = buffer[-labels.PLACES :]
+            labels.write(places, (label,))
         # On a GPU the scaling above and the collective are ordered by the current stream.
-        return _InFlight(dist.all_reduce(buffer, group=self.group, async_op=True), buffer)
+        return _InFlight(dist.all_reduce(buffer, group=self.group, async_op=True), buffer, places)
 
     @property
     def reduce_rows(self) -> None:
@@ -124,12 +134,16 @@ class _InFlight(NamedTuple):
 
     work: dist.Work
     buffer: Tensor
+    label: Tensor | None
 
     def wait(self) -> None:
         self.work.wait()
 
     def done(self) -> bool:
         return self.work.is_completed()
+
+    def differing(self) -> int:
+        return 0 if self.label is None else labels.read(self.label)
 
 
 class _Done:
@@ -138,6 +152,9 @@ class _Done:
 
     def done(self) -> bool:
         return True
+
+    def differing(self) -> int:
+        return 0
 
 
 class _SparseDone(NamedTuple):

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gradsync.transport.label import UNLABELLED, Label
 from gradsync.transport.symmetric import LINE, WHOLE, Reduction, SymmetricTensor, up
 
 _NUMBER = torch.int64
@@ -40,7 +41,14 @@ class Rows(NamedTuple):
 class RowSum(Reduction):
     """A sum under way that replaces the matrix given, or, if a rank sent the whole of it, what is in the slots."""
 
-    def __init__(self, tensor: SymmetricTensor, scale: float, matrix: Tensor, rows: Tensor | None) -> None:
+    def __init__(
+        self,
+        tensor: SymmetricTensor,
+        scale: float,
+        matrix: Tensor,
+        rows: Tensor | None,
+        label: Label = UNLABELLED,
+    ) -> None:
         """`rows`: the numbers of those that are not zero; None: the whole."""
         self.result: Tensor | None = None
         self._given: Tensor | None = matrix
@@ -52,7 +60,7 @@ class RowSum(Reduction):
             self._write_whole(tensor)
         else:
             self._write_rows(tensor, matrix, rows, scale)
-        super().__init__(tensor, scale, 0, tensor.numel, WHOLE if rows is None else len(rows))
+        super().__init__(tensor, scale, 0, tensor.numel, WHOLE if rows is None else len(rows), label)
 
     @property
     def _tail(self) -> Tensor:
@@ -63,6 +71,8 @@ class RowSum(Reduction):
         tensor = self._tensor
         if not tensor.is_filled(self._operation):
             return False
+        if self._disagree():
+            return True
         if WHOLE not in (counts := tensor.rows):
             self._add_rows(counts)
             tensor.take()

@@ -15,6 +15,7 @@ from torch import Tensor
 from gradsync.options import MIB
 from gradsync.transport import symmetric, under_way
 from gradsync.transport.base import Request, RowWork, SparseWork, Work
+from gradsync.transport.label import UNLABELLED, Label
 from gradsync.transport.process_group import ProcessGroupTransport
 from gradsync.transport.row_sum import RowSum
 from gradsync.transport.symmetric import HostMemory, SymmetricTensor
@@ -28,10 +29,12 @@ class SharedMemoryTransport:
     name = "shared_memory"
     reason = "all ranks share a host"
     usual_caps: tuple[int, ...] = (MIB, 4 * MIB)
+    _room = 0  # elements behind each buffer
 
     def __init__(self, group: ProcessGroupTransport, memory: HostMemory) -> None:
         self._group = group
         self._memory = memory
+        self._channel = memory.link.open_channel()  # replicas may train in threads of their own
         self.rank, self.size, self.limit = group.rank, group.size, group.limit
         self.progress = under_way.progress_now_and_then
         self._at: dict[int, SymmetricTensor] = {}  # by the address of this rank's slot
@@ -45,36 +48,38 @@ class SharedMemoryTransport:
         made = {by_rows: iter(self._make(asked, by_rows)) for by_rows in (False, True)}
         rest = iter(self._group.allocate([one for one, is_ours in zip(requests, ours, strict=True) if not is_ours]))
         return [
-            self._remember(next(made[one.by_rows])) if is_ours else next(rest)
+            self._remember(next(made[one.by_rows]))[: one.numel] if is_ours else next(rest)
             for one, is_ours in zip(requests, ours, strict=True)
         ]
 
     def _make(self, requests: Sequence[Request], by_rows: bool) -> list[SymmetricTensor]:
         """Those by rows in a file of their own, of which only what is used becomes real memory."""
-        asked = [(one.numel, one.dtype) for one in requests if one.by_rows == by_rows]
-        return self._memory.allocate(asked, reserve=not by_rows) if asked else []
+        asked = [(one.numel + self._room, one.dtype) for one in requests if one.by_rows == by_rows]
+        return self._memory.allocate(asked, not by_rows, self._channel) if asked else []
 
     def _remember(self, made: SymmetricTensor) -> Tensor:
         address = made.tensor().data_ptr()
         self._at[address] = made
         return made.release_with_tensor(partial(self._at.pop, address, None))
 
-    def reduce(self, buffer: Tensor, scale: float) -> Work:
+    def reduce(self, buffer: Tensor, scale: float, label: Label = UNLABELLED) -> Work:
         found = self._at.get(buffer.untyped_storage().data_ptr()) if buffer.device.type == "cpu" else None
         if found is None:
-            return self._group.reduce(buffer, scale)
+            return self._group.reduce(buffer, scale, label)
         start = int(buffer.storage_offset())
-        return self._begin(found, scale, start, start + buffer.numel())
+        return self._begin(found, scale, start, start + buffer.numel(), label)
 
-    def _begin(self, found: SymmetricTensor, scale: float, start: int, stop: int) -> Work:
-        return found.reduce(scale, start, stop)
+    def _begin(self, found: SymmetricTensor, scale: float, start: int, stop: int, label: Label) -> Work:
+        return found.reduce(scale, start, stop, label)
 
     @property
-    def reduce_rows(self) -> Callable[[Tensor, Tensor, Tensor | None, float], RowWork] | None:
+    def reduce_rows(self) -> Callable[[Tensor, Tensor, Tensor | None, float, Label], RowWork] | None:
         return self._reduce_rows
 
-    def _reduce_rows(self, buffer: Tensor, matrix: Tensor, rows: Tensor | None, scale: float) -> RowWork:
-        return RowSum(self._at[buffer.data_ptr()], scale, matrix, rows)
+    def _reduce_rows(
+        self, buffer: Tensor, matrix: Tensor, rows: Tensor | None, scale: float, label: Label = UNLABELLED
+    ) -> RowWork:
+        return RowSum(self._at[buffer.data_ptr()], scale, matrix, rows, label)
 
     def reduce_sparse(self, gradient: Tensor, scale: float) -> SparseWork:
         return self._group.reduce_sparse(gradient, scale)
@@ -89,7 +94,7 @@ class SharedMemoryTransport:
             self._group.broadcast(tensors, source)
             return
         if self._staging is None:
-            (self._staging,) = self._memory.allocate([(STAGING_BYTES, torch.uint8)])
+            (self._staging,) = self._memory.allocate([(STAGING_BYTES, torch.uint8)], channel=self._channel)
         shown = self._views(source, tensors)
         if self.rank == source:
             self._staging.await_taken()

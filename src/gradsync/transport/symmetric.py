@@ -1,7 +1,7 @@
 """Tensors that all ranks of a host see, and what they can do with them without a socket.
 
 A `SymmetricTensor` is one tensor a rank, its slot, in memory that all ranks have mapped. Beside the slots lie flags,
-one cache line a rank: an aligned word says up to which operation a rank has come. A flag is written after the data
+two cache lines a rank: an aligned word says up to which operation a rank has come. A flag is written after the data
 it speaks of; on x86 other cores see the two in that order (elsewhere this is not used).
 
 A sum: each rank announces that its slot is filled. Rank r then adds up the r-th share of all slots, in rank order,
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from gradsync.transport import under_way
+from gradsync.transport.label import UNLABELLED, Label, differing
 from gradsync.transport.link import Link
 from gradsync.transport.memory_file import MemoryFile
 
@@ -28,8 +29,9 @@ LINE = 64  # bytes in a cache line: what two ranks write must not share one
 PAGE = 4096
 # All slots' blocks together should be about as large as a core's second-level cache.
 BLOCK_BYTES = 512 * 1024
-_WORDS = LINE // 8
-_FILLED, _SCALE, _SUMMED, _CROSSED, _REDUCED, _TAKEN, _ROWS, _WHOLE = range(_WORDS)
+FLAGS = 2 * LINE  # bytes for the flags of one rank
+_WORDS = FLAGS // 8
+_FILLED, _SCALE, _SUMMED, _CROSSED, _REDUCED, _TAKEN, _ROWS, _WHOLE, _LABEL, _MASK = range(10)
 WHOLE = -1  # in place of a number of rows: the slot holds all of them
 _ACCUMULATE_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 _SUMMABLE = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
@@ -43,7 +45,7 @@ class HostMemory:
         self.limit = limit
         self.position = link.ranks.index(link.rank)
         self.size = len(link.ranks)
-        control = MemoryFile(link, PAGE * math.ceil(self.size * LINE / PAGE), 0, limit)
+        control = MemoryFile(link, PAGE * math.ceil(self.size * FLAGS / PAGE), 0, limit)
         self._words = control.memory.cast("q")
         self._asleep_at = [number * _WORDS for number in range(self.size)]
         self._barriers = 0
@@ -51,7 +53,9 @@ class HostMemory:
         link.restless = under_way.waited_for_elsewhere
         link.asleep = partial(self._words.__setitem__, self._asleep_at[self.position])  # no cycle with the link
 
-    def allocate(self, requests: Sequence[tuple[int, torch.dtype]], reserve: bool = True) -> list[SymmetricTensor]:
+    def allocate(
+        self, requests: Sequence[tuple[int, torch.dtype]], reserve: bool = True, channel: int = 0
+    ) -> list[SymmetricTensor]:
         """Flat tensors of so many elements each, in one piece of memory. All ranks ask for the same, together.
 
         Without `reserve`, what is used of a slot has to be reserved first, but for its last page.
@@ -60,8 +64,8 @@ class HostMemory:
         for numel, dtype in requests:
             offsets.append(slot)
             slot += up(numel * dtype.itemsize, LINE)
-        header = up(len(requests) * self.size * LINE, PAGE)
-        file = MemoryFile(self.link, header, up(max(slot, 1), PAGE), self.limit, reserve)
+        header = up(len(requests) * self.size * FLAGS, PAGE)
+        file = MemoryFile(self.link, header, up(max(slot, 1), PAGE), self.limit, reserve, channel)
         made = [
             SymmetricTensor(self, file, number, offset, numel, dtype)
             for number, (offset, (numel, dtype)) in enumerate(zip(offsets, requests, strict=True))
@@ -104,12 +108,13 @@ class SymmetricTensor:
         self.link = memory.link
         self.numel, self.dtype = numel, dtype
         self.rank, self.size = memory.position, memory.size
-        first = number * self.size * LINE
-        flags = file.memory[first : first + self.size * LINE]
+        first = number * self.size * FLAGS
+        flags = file.memory[first : first + self.size * FLAGS]
         self._words, self._numbers = flags.cast("q"), flags.cast("d")
         self._filled, self._summed, self._crossed, self._reduced, self._taken, self._rows, self._whole = (
             self._words[flag::_WORDS] for flag in (_FILLED, _SUMMED, _CROSSED, _REDUCED, _TAKEN, _ROWS, _WHOLE)
         )
+        self._values, self._masks = self._words[_LABEL::_WORDS], self._words[_MASK::_WORDS]
         self._operations = self._summing = 0
         self._blocks: dict[tuple[int, int], list[list[Tensor]]] = {}
         starts = [file.start_of(position) + offset for position in range(self.size)]
@@ -144,12 +149,14 @@ class SymmetricTensor:
         self._mine = self._exporters[self.rank]
         return tensor
 
-    def reduce(self, scale: float = 1.0, start: int = 0, stop: int | None = None) -> Reduction:
+    def reduce(
+        self, scale: float = 1.0, start: int = 0, stop: int | None = None, label: Label = UNLABELLED
+    ) -> Reduction:
         """Starts replacing elements `start` to `stop` in all slots by the sum over the ranks of `scale * slot`.
 
         Ranks may pass different scales. The result is bitwise the same on all ranks and in every run.
         """
-        return Reduction(self, scale, start, self.numel if stop is None else stop)
+        return Reduction(self, scale, start, self.numel if stop is None else stop, label=label)
 
     def gather(self) -> list[Tensor]:
         """A copy of every rank's slot, as it was when that rank called this."""
@@ -198,7 +205,7 @@ class SymmetricTensor:
 
     # --- sums, step by step; each is announced, and asked for by the number of the operation ----------
 
-    def fill(self, scale: float, rows: int = WHOLE) -> int:
+    def fill(self, scale: float, rows: int = WHOLE, label: Label = UNLABELLED) -> int:
         """This rank's slot is filled, and counts `scale` times. Gives the operation's number.
 
         `rows`: it holds so many rows of a matrix only, see `row_sum.py`.
@@ -208,6 +215,7 @@ class SymmetricTensor:
         self.await_free()
         self._numbers[self.rank * _WORDS + _SCALE] = scale
         self._words[self.rank * _WORDS + _ROWS] = rows
+        self._words[self.rank * _WORDS + _LABEL], self._words[self.rank * _WORDS + _MASK] = label
         self._begin(_FILLED)
         self._summing = self._operations
         return self._operations
@@ -219,6 +227,11 @@ class SymmetricTensor:
 
     def is_filled(self, operation: int) -> bool:
         return min(self._filled.tolist()) >= operation
+
+    @property
+    def labels(self) -> tuple[Label, ...]:
+        """What each rank says of the sum, once all slots are filled and until this rank's part in it is done."""
+        return tuple(map(Label, self._values.tolist(), self._masks.tolist()))
 
     @property
     def rows(self) -> list[int]:
@@ -260,13 +273,19 @@ class SymmetricTensor:
     def is_added_up(self, operation: int) -> bool:
         return min(self._summed.tolist()) >= operation
 
-    def total(self, start: int, stop: int, share: bool) -> Tensor:
-        """The sum in the first slot, or this rank's share of it, in real numbers."""
+    def total(self, start: int, stop: int, share: bool, behind: int = 0) -> Tensor:
+        """The sum in the first slot, or this rank's share of it, in real numbers.
+
+        `behind`: with so many elements behind it; they are in the share of the last rank.
+        """
         factor = 2 if self.dtype.is_complex else 1
         whole = _as_real(self.tensor(0))
+        end = (stop + behind) * factor
         if not share:
-            return whole[start * factor : stop * factor]
+            return whole[start * factor : end]
         bounds = list(blocks(start * factor, stop * factor, self.rank, self.size, whole.element_size()))
+        if self.rank == self.size - 1 and behind:
+            return whole[bounds[0][0] if bounds else stop * factor : end]
         return whole[bounds[0][0] : bounds[-1][1]] if bounds else whole[:0]
 
     def cross(self) -> None:
@@ -323,19 +342,40 @@ class SymmetricTensor:
 class Reduction:
     """A sum under way. This rank's share is added up by whoever calls `progress` once all slots are filled."""
 
-    def __init__(self, tensor: SymmetricTensor, scale: float, start: int, stop: int, rows: int = WHOLE) -> None:
+    def __init__(
+        self,
+        tensor: SymmetricTensor,
+        scale: float,
+        start: int,
+        stop: int,
+        rows: int = WHOLE,
+        label: Label = UNLABELLED,
+    ) -> None:
         self._tensor, self._start, self._stop = tensor, start, stop
+        self._differing = 0
         self.link = tensor.link
-        self._operation = tensor.fill(scale, rows)
+        self._operation = tensor.fill(scale, rows, label)
         under_way.begin(self)
 
     def advance(self) -> bool:
         """Adds up this rank's share if all ranks have filled their slots; whether that is done."""
         if not self._tensor.is_filled(self._operation):
             return False
+        if self._disagree():
+            return True
         with torch.no_grad():
             self._tensor.add_up(self._start, self._stop)
         return True
+
+    def _disagree(self) -> bool:
+        """Whether the slots are no parts of one sum; then they stay what they are."""
+        self._differing = differing(self._tensor.labels)
+        if self._differing:
+            self._tensor.take()
+        return bool(self._differing)
+
+    def differing(self) -> int:
+        return self._differing
 
     def missing(self) -> list[int]:
         """The positions of those whose part in it is not done yet."""

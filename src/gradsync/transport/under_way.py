@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from time import perf_counter
 from typing import Protocol
@@ -32,7 +33,7 @@ def begin(step: Step) -> None:
 
 
 def give_up(step: Step) -> None:
-    if step in _in_progress:
+    with contextlib.suppress(ValueError):  # another thread was quicker
         _in_progress.remove(step)
 
 

@@ -1,0 +1,62 @@
+"""What a rank says of a sum it takes part in: all ranks must say the same, or theirs are not parts of one sum.
+
+A label is a few bits that travel with what is added up, at no extra cost, and only where a rank has something to say
+(`mask`). Where ranks can look into each other's memory they compare labels as they are. Where all they see of each
+other are sums, each bit has two places, of which a rank sets one: if both of them are above zero after the sum, the
+ranks disagree. That holds for any number of ranks in any precision, as nothing cancels and no count has to be exact.
+
+    places    | not bit 0 | not bit 1 | ... || bit 0 | bit 1 | ... |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+BITS = 63  # what fits a signed word of shared memory
+PLACES = 2 * BITS
+
+
+class Label(NamedTuple):
+    """`value`, as far as `mask` says: the other bits are whatever the other ranks say."""
+
+    value: int = 0
+    mask: int = 0
+
+
+UNLABELLED = Label()
+
+
+def differing(labels: Iterable[Label]) -> int:
+    """The bits on which some disagree."""
+    ones = zeros = 0
+    for value, mask in labels:
+        ones |= value & mask
+        zeros |= ~value & mask
+    return ones & zeros
+
+
+def write(places: Tensor, labels: tuple[Label, ...]) -> None:
+    """Says what all of these say."""
+    places.copy_(_written(labels, places.dtype, places.device))
+
+
+@lru_cache(maxsize=16)  # all buckets of a round have the same
+def _written(labels: tuple[Label, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    ones = zeros = 0
+    for value, mask in labels:
+        ones |= value & mask
+        zeros |= ~value & mask
+    bits = [(number >> bit) & 1 for number in (zeros, ones) for bit in range(BITS)]
+    with torch.inference_mode(False):
+        return torch.tensor(bits, dtype=dtype, device=device)
+
+
+def read(places: Tensor) -> int:
+    """After the sum: the bits on which ranks disagree. On a GPU this waits for the sum."""
+    both = (places.real if places.is_complex() else places).view(2, BITS).amin(0)
+    return sum(1 << int(bit) for bit in both.nonzero().view(-1).tolist())
