@@ -10,7 +10,7 @@ from gradsync.guard.fingerprint import fingerprint
 from gradsync.guard.unsynchronised import allow_unsynchronized_steps
 from gradsync.observe.statistics import Statistics
 from gradsync.options import Options
-from gradsync.replica import overlap_optimizer, statistics, uneven
+from gradsync.replica import overlap_optimizer, statistics, uneven, verify
 from gradsync.replicate import ReplicateModule, register_forward_method, replicate, unreplicate
 
 if TYPE_CHECKING:
@@ -49,4 +49,5 @@ __all__ = [
     "tensor_parallel",
     "uneven",
     "unreplicate",
+    "verify",
 ]

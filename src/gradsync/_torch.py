@@ -150,10 +150,15 @@ def cat_into(flat: Tensor, tensors: list[Tensor]) -> bool:
     return True
 
 
+def holders(tensor: Tensor) -> int:
+    """How many tensors have the same memory, and one more, which is asked here; 0 if torch does not count."""
+    count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+    return 0 if count is None else count(tensor.untyped_storage()._cdata)
+
+
 def is_alone(tensor: Tensor) -> bool:
     """Whether certainly no other tensor has the same memory (2.13: two hold it, the tensor, and what is asked here)."""
-    count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
-    return count is not None and count(tensor.untyped_storage()._cdata) <= 2
+    return 0 < holders(tensor) <= 2
 
 
 def read_all(store: Store, keys: list[str]) -> list[bytes]:

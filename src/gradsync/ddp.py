@@ -26,7 +26,7 @@ from gradsync.engine.engine import Engine
 from gradsync.errors import InvalidOptionError, UnsuitableModuleError
 from gradsync.groups import group_of_mesh, resolve_group
 from gradsync.joinable import JoinableReplica, NamedJoin
-from gradsync.options import Buffers, Options, Reduce, Transport
+from gradsync.options import Buffers, Options, Reduce, Transport, Verify
 from gradsync.replica import API, Replica
 from gradsync.transport.choice import choose
 
@@ -78,6 +78,7 @@ class DistributedDataParallel(TorchPrivate, JoinableReplica, Replica, nn.Module,
         buffers: Buffers | None = None,
         buffers_from: int = 0,
         transport: Transport = "auto",
+        verify: Verify = "auto",
     ) -> None:
         super().__init__()
         if process_group is not None and device_mesh is not None:
@@ -126,6 +127,7 @@ class DistributedDataParallel(TorchPrivate, JoinableReplica, Replica, nn.Module,
             find_unused_parameters=find_unused_parameters,
             static_graph=static_graph,
             transport=transport,
+            verify=verify,
             delayed=delayed[0],
             delayed_until=delayed[1],
         )

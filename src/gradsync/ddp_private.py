@@ -143,7 +143,7 @@ class TorchPrivate:
         """`hook(state, {name: buffer})` keeps the buffers in step instead of us."""
         if not callable(hook):
             raise TypeError("Communication hook must be callable.")
-        self._engine.buffers.register_hook(state, hook, BufferHookLocation(comm_hook_location.value))
+        self._engine.register_buffer_hook(state, hook, BufferHookLocation(comm_hook_location.value))
 
     def _default_broadcast_coalesced(
         self, bufs: Sequence[Tensor] | None = None, bucket_size: int | None = None, authoritative_rank: int = 0

@@ -49,12 +49,35 @@ class ModelMismatchError(GradsyncError, RuntimeError):
     """The ranks hold different models: other parameters, shapes, dtypes or strides."""
 
 
+class OptionsMismatchError(GradsyncError, ValueError, RuntimeError):
+    """The ranks were given different options or hooks."""
+
+
 class ReplicaDivergedError(GradsyncError, RuntimeError):
-    """The replicas' values differ although they should be identical."""
+    """The replicas' values differ although they should be identical.
+
+    `parameters` are the names of what differs. `ranks` are those that differ from the majority; all, if there is none.
+    """
+
+    def __init__(self, message: str, ranks: Sequence[int] = (), parameters: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.ranks = list(ranks)
+        self.parameters = list(parameters)
+
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        return type(self), (str(self), self.ranks, self.parameters)
+
+
+class RoundMismatchError(GradsyncError, RuntimeError):
+    """The ranks were in different rounds: one made a backward that others did not make, or left one out."""
 
 
 class UnfinishedRoundError(GradsyncError, RuntimeError):
     """A round was left open: its backward raised, or did not reach what it had to reach."""
+
+
+class SecondOrderError(GradsyncError, RuntimeError):
+    """A loss on gradients that were synchronized: what it would need of the other ranks is not there."""
 
 
 class UnsynchronizedStepError(GradsyncError, RuntimeError):

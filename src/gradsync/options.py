@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -13,6 +14,8 @@ Reduce = Literal["mean", "sum"]
 Start = Literal["broadcast", "check", "none"]
 Transport = Literal["auto", "shared_memory", "hierarchical", "process_group"]
 Buffers = Literal["round", "average", "evaluation", "never"]
+Verify = Literal["auto", "every", "never"]
+VERIFY_VARIABLE = "GRADSYNC_VERIFY"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +50,9 @@ class Options:
     transport: Transport = "auto"
     """What carries gradients. "shared_memory": memory that the ranks of one host have in common; "hierarchical": that,
     and the process group between hosts; "process_group": its all-reduce. "auto": the fastest that all ranks can use."""
+    verify: Verify = "auto"
+    """Whether replicas are compared while training. "auto": everything in rounds 0, 1, 2, 4, ..., 64, and a part in each
+    round, so that all is seen within about 100; "every": everything in each round; "never"."""
     delayed: tuple[str, ...] = ()
     """Parameters that are reduced together, behind `delayed_until`."""
     delayed_until: str | None = None
@@ -64,6 +70,13 @@ class Options:
         _one_of("reduce", self.reduce, get_args(Reduce))
         _one_of("buffers", self.buffers, get_args(Buffers))
         _one_of("transport", self.transport, get_args(Transport))
+        _one_of("verify", self.verify, get_args(Verify))
+
+    def verify_mode(self) -> str:
+        """What was asked for, else what the environment says."""
+        mode = os.environ.get(VERIFY_VARIABLE) or self.verify if self.verify == "auto" else self.verify
+        _one_of(f"the variable {VERIFY_VARIABLE}", mode, get_args(Verify))
+        return mode
 
     def bucket_caps(self, usual: tuple[int, ...] = (MIB, 25 * MIB)) -> tuple[int, ...]:
         """Capacities in bytes of the first bucket, the second, ..., the last one of all others; `usual` if not said."""

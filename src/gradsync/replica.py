@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from gradsync import contract
 from gradsync.engine.engine import Engine
 from gradsync.engine.uneven import uneven as _uneven
+from gradsync.engine.without_backward import skip_round
 from gradsync.errors import NoProcessGroupError
 from gradsync.hooks.comm_hook import Hook
 from gradsync.hooks.optimizer_overlap import make_stepper
@@ -45,8 +46,21 @@ class Replica:
         self._engine.synchronising = requires_gradient_sync
 
     def synchronize_gradients(self) -> None:
-        """Synchronises what backwards inside `no_sync` have left, without another backward. On all ranks."""
+        """Synchronizes what is in `.grad`, without another backward: on all ranks, also where there is nothing.
+
+        It takes what backwards inside `no_sync` have left, and what was put there by hand, from
+        `torch.autograd.grad` for example.
+        """
         self._engine.synchronise_now()
+
+    def skip_round(self) -> None:
+        """Instead of a backward, on a rank that has to skip its batch: takes part in the others' round with weight 0.
+
+        `.grad` is then the mean over the other ranks, as it is there; step as they do. Also in the handler of an
+        exception that backward has raised: what had left by then still counts in the mean.
+        """
+        assert isinstance(self, nn.Module)
+        skip_round(engines_in(self))
 
     def register_comm_hook(self, state: object, hook: Hook) -> None:
         """`hook(state, bucket) -> Future[Tensor]` reduces each bucket instead of the mean; see `gradsync.hooks`.
@@ -141,6 +155,16 @@ def uneven(loader: Iterable[T], module: nn.Module) -> Iterator[T]:
     """
     engine = engine_of(module)
     return _uneven([engine, *(other for other in engines_in(module) if other is not engine)], loader)
+
+
+def verify(module: nn.Module, optimizer: Optimizer | None = None) -> None:
+    """Compares the replicas of a module, and the state of an optimizer, over all ranks, at once and to the last bit.
+
+    All ranks call it together, between steps. Raises `ReplicaDivergedError` on all of them, with the names of what
+    differs and the ranks that are off.
+    """
+    for engine in engines_in(module) or [engine_of(module)]:
+        engine.verify(optimizer)
 
 
 def statistics(module: nn.Module) -> Statistics:

@@ -58,6 +58,7 @@ PUBLIC = {
     "tensor_parallel",
     "uneven",
     "unreplicate",
+    "verify",
 }
 
 

@@ -15,24 +15,23 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import gradsync
-from gradsync.errors import GradsyncError, RoundMismatchError
+from gradsync.errors import GradsyncError, ReplicaLostError, RoundMismatchError, RoundTimeoutError
 from gradsync.transport import link
 from tests.ranks.small import FRONTS, TRANSPORTS, make, same_everywhere
 from tests.support.outcome import End, Outcome
 from tests.support.ranks import Ranks
 
 SOON = 5.0  # seconds: what takes milliseconds, on a busy machine; half of the group's time limit
+IN_VAIN = (ReplicaLostError, RoundTimeoutError)
 LAYERS = 4
 FORWARD = -1  # instead of a layer: raises in forward
-WHERE = pytest.mark.parametrize(
-    ("transport", "size"),
-    [("shared_memory", 2), ("process_group", 2), ("shared_memory", 3), ("process_group", 3), ("hierarchical", 3)],
-)
+PLACES = [("shared_memory", 2), ("process_group", 2), ("hierarchical", 3)]  # the last rank is on another host
+WHERE = pytest.mark.parametrize(("transport", "size"), PLACES)
 Batch = tuple[int, int]  # step, rank
 
 
@@ -126,10 +125,11 @@ def batch(step: int, rank: int) -> Tensor:
 
 @contextlib.contextmanager
 def refused(error: type[Exception], *words: str) -> Iterator[None]:
-    """What is inside raises this, with these words, and does not wait for a time limit."""
+    """What is inside raises this, with these words; to wait in vain for a rank that has ended is not enough."""
     began = time.monotonic()
     with pytest.raises(error) as caught:
         yield
+    assert not isinstance(caught.value, IN_VAIN)
     assert time.monotonic() - began < SOON
     for word in words:
         assert word in str(caught.value)
@@ -189,7 +189,7 @@ def raises_alone_and_ends(transport: str) -> None:
     train_on(training, range(3, 7), 3, 0 if training.rank == 1 else None)
 
 
-@WHERE
+@pytest.mark.parametrize(("transport", "size"), [*PLACES, ("shared_memory", 3), ("process_group", 3)])
 def test_ranks_that_end_with_the_error_leave_it_to_the_others(ranks: Ranks, transport: str, size: int) -> None:
     for outcome in ranks.outcomes(raises_alone_and_ends, size, transport):
         assert outcome.end is End.RAISED, outcome
@@ -210,9 +210,7 @@ def all_raise(front: str, transport: str, fails: tuple[int, ...]) -> None:
 @FRONTS
 @TRANSPORTS
 @pytest.mark.parametrize("fails", [(0, 0), (0, 2), (3, 0), (FORWARD, FORWARD), (0, 1, 3)], ids=str)
-def test_a_backward_that_raises_on_all_ranks(
-    ranks: Ranks, front: str, transport: str, fails: tuple[int, ...]
-) -> None:
+def test_a_backward_that_raises_on_all_ranks(ranks: Ranks, front: str, transport: str, fails: tuple[int, ...]) -> None:
     ranks(all_raise, len(fails), front, transport, fails)
 
 
@@ -270,8 +268,7 @@ def skips(front: str, transport: str, who: tuple[int, ...], fail: int | None) ->
 
 @FRONTS
 @TRANSPORTS
-@pytest.mark.parametrize("fail", [None, 0, 2, LAYERS - 1, FORWARD])
-@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize(("who", "fail"), [(0, None), (0, 0), (1, None), (1, 0), (1, 2), (1, LAYERS - 1), (1, FORWARD)])
 def test_a_rank_that_skips_rounds(ranks: Ranks, front: str, transport: str, who: int, fail: int | None) -> None:
     ranks(skips, 2, front, transport, (who,), fail)
 
@@ -301,8 +298,7 @@ def looks_alone(front: str, transport: str, who: int, at: int) -> None:
 
 @FRONTS
 @WHERE
-@pytest.mark.parametrize("at", [0, 3])
-@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize(("who", "at"), [(1, 0), (0, 3), (1, 3)])
 def test_a_look_at_gradients_on_one_rank(
     ranks: Ranks, front: str, transport: str, size: int, who: int, at: int
 ) -> None:
@@ -366,9 +362,7 @@ def in_another_order(front: str, transport: str, alike: bool) -> None:
 @FRONTS
 @WHERE
 @pytest.mark.parametrize("alike", [True, False])
-def test_modules_replicated_in_another_order(
-    ranks: Ranks, front: str, transport: str, size: int, alike: bool
-) -> None:
+def test_modules_replicated_in_another_order(ranks: Ranks, front: str, transport: str, size: int, alike: bool) -> None:
     ranks(in_another_order, size, front, transport, alike)
 
 
@@ -381,9 +375,8 @@ schedules = st.lists(st.sampled_from(ACTIONS), min_size=6, max_size=6)
 
 def act(training: Training, step: int, action: str) -> None:
     if action.startswith("raise"):
-        with contextlib.suppress(ZeroDivisionError):
+        with pytest.raises(ZeroDivisionError):
             training.backward(step, int(action[-1]))
-            raise AssertionError("this backward can't succeed")
     elif action == "accumulate":
         with training.replica.no_sync():
             training.backward(step)
@@ -409,23 +402,31 @@ def follow(front: str, transport: str, both: tuple[Schedule, Schedule]) -> str:
     return gradsync.fingerprint(training.module)
 
 
+def waited_in_vain(outcome: Outcome) -> bool:
+    return outcome.lost_peer or isinstance(outcome.exception, IN_VAIN)
+
+
 def check_ends(outcomes: list[Outcome]) -> None:
     """Not silent, nobody killed or stuck; a rank may also wait in vain for one that has no more rounds to make."""
     for outcome in outcomes:
         assert outcome.end in (End.RETURNED, End.RAISED), outcome
     if any(outcome.returned for outcome in outcomes):
         raised = [outcome for outcome in outcomes if not outcome.returned]
-        assert all(outcome.lost_peer or hasattr(outcome.exception, "ranks") for outcome in raised), raised
+        assert all(waited_in_vain(outcome) for outcome in raised), raised
         if not raised:
             check_not_silent(outcomes)
     else:
         for outcome in outcomes:
-            assert isinstance(outcome.exception, GradsyncError) or outcome.lost_peer, outcome
-        assert any(isinstance(outcome.exception, GradsyncError) for outcome in outcomes), outcomes
+            assert isinstance(outcome.exception, GradsyncError) or waited_in_vain(outcome), outcome
 
 
 _settings = settings(
-    max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=10,
+    deadline=None,
+    derandomize=True,
+    phases=[Phase.generate],  # the first failure is told as it is: to look for smaller ones takes minutes
+    report_multiple_bugs=False,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 
 

@@ -96,9 +96,7 @@ def torch_front(case: Case, module: nn.Module, transport: str) -> Callable[..., 
 FRONTS = {"replicate": replicate_front, "ddp": ddp_front, "torch": torch_front}
 
 
-def check_case(
-    case: Case, fronts: Iterable[str] = ("replicate", "ddp"), transports: Iterable[str] = ("auto",)
-) -> None:
+def check_case(case: Case, fronts: Iterable[str] = ("replicate", "ddp"), transports: Iterable[str] = ("auto",)) -> None:
     """On a rank: trains the case on each front and over each transport in turn, next to the oracle."""
     for name, transport in itertools.product(fronts, transports):
         with _default_dtype(case.dtype):

@@ -12,6 +12,7 @@ All slots are scaled along with the data. "Used by somebody" is therefore "great
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from operator import is_
@@ -23,6 +24,7 @@ from gradsync import _torch
 from gradsync.engine.plan import BucketPlan, Spec
 from gradsync.transport.base import Request, Transport
 
+_OURS = 2  # references to a view while it is looked at: our list, and who looks
 # A gradient of so many bytes is brought into its bucket at once, so that it exists once, not twice.
 LARGE = 256 * 1024
 
@@ -35,15 +37,33 @@ class Bucket:
         self.buffer = buffer
         self.data = self.buffer[: plan.numel]
         self.tail = self.buffer[plan.numel :]
-        self.views = [
-            self.data.as_strided(specs[p.index].shape, specs[p.index].stride, self.data.storage_offset() + p.offset)
-            for p in plan.places
-        ]
+        self._specs = specs
+        self.views = [self._view(at) for at in range(len(plan.places))]
         self.indices = [place.index for place in plan.places]
         self.members = set(self.indices)
         self.all_used = [True] * len(self.indices)
         self.none_held: list[Tensor | None] = [None] * len(self.indices)
         self._runs = list(self._find_runs(specs))
+        self._holders = _torch.holders(self.buffer)
+
+    def let_go(self, gradients: Sequence[Tensor | None]) -> bool:
+        """Before a round writes here: makes sure that nobody else has the memory, as who keeps a gradient may.
+
+        `gradients`: a list of what `.grad` of its parameters is now. Who holds one of the views themselves gets memory
+        of its own. Whoever has another tensor over the memory can't be found: then this is False.
+        """
+        counts = list(map(sys.getrefcount, self.views))
+        if max(counts, default=0) > _OURS:
+            for at, view in enumerate(self.views):
+                # Two more if it is a parameter's `.grad`, and so in the list that was given.
+                if counts[at] > _OURS + 2 * (gradients[at] is view):
+                    view.data = view.detach().clone()
+                    self.views[at] = self._view(at)
+        return _torch.holders(self.buffer) <= self._holders
+
+    def _view(self, at: int) -> Tensor:
+        place, spec = self.plan.places[at], self._specs[self.plan.places[at].index]
+        return self.data.as_strided(spec.shape, spec.stride, self.data.storage_offset() + place.offset)
 
     def _find_runs(self, specs: Sequence[Spec]) -> Iterator[tuple[int, int, Tensor]]:
         """Stretches of places that one call can fill: contiguous ones of at least one dimension, none of them large."""

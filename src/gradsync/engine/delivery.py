@@ -18,12 +18,14 @@ from gradsync.engine import sparse_rows
 from gradsync.engine.bucket import Bucket, fill, make_buckets
 from gradsync.engine.plan import BucketPlan
 from gradsync.engine.roster import HasGrad, Managed
+from gradsync.engine.second_order import refuse_second_order
 from gradsync.engine.sparse_rows import KnownRows
 from gradsync.engine.touched_rows import NO_ROWS, touched_rows
 from gradsync.hooks import comm_hook
 from gradsync.hooks.comm_hook import GradBucket, Hook
 from gradsync.options import Options
 from gradsync.transport.base import RowWork, Transport, Work
+from gradsync.transport.label import Label
 
 _FINE = 2**20  # a weight of one, as an integer
 
@@ -36,6 +38,15 @@ class InFlight(NamedTuple):
     used: list[bool]  # by this rank
     held: list[Tensor | None]  # what `.grad` was, where it may be needed again
     rows: RowWork | None = None  # the work, if single rows may travel
+    unused: Set[int] = frozenset()  # positions at which `held` is what was in the bucket, and may have to return there
+    own: Set[int] = frozenset()  # positions at which `held` is a tensor of the user's, to be filled
+    saved: Tensor | None = None  # what the bucket has to hold again afterwards
+    second_order: bool = False  # somebody may want to differentiate the result
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all it delivers are views of the bucket."""
+        return self.result is None and self.saved is None and not self.own and not self.second_order
 
     @property
     def result(self) -> Tensor | None:
@@ -69,13 +80,26 @@ class Delivery:
 
     # --- there -----------------------------------------------------------------------------------
 
-    def launch(self, bucket: Bucket, number: int, last: bool, dirty: Set[int], extra: Sequence[bool] = ()) -> InFlight:
+    def launch(
+        self,
+        bucket: Bucket,
+        number: int,
+        last: bool,
+        dirty: Set[int],
+        label: Label,
+        extra: Sequence[bool] = (),
+        own: Set[int] = frozenset(),
+        saved: Tensor | None = None,
+        second_order: bool = False,
+    ) -> InFlight:
         """Collects the gradients of a bucket and hands it to the transport.
 
         A dirty parameter brings its gradient. A clean one brings the `.grad` it has, which an
         earlier round left and which is the same on all ranks, or zeros.
         """
+        own = {at for at, index in enumerate(bucket.indices) if index in own} if own else own
         slots = self._slots_of(bucket)
+        unused: Set[int] = frozenset()
         gradients: list[Tensor | None] = []
         for slot in slots:  # one pass: parameters are rarely in the cache
             gradients.append(slot.grad)
@@ -89,21 +113,40 @@ class Delivery:
         else:
             used = [g is not None and index in dirty for g, index in zip(gradients, bucket.indices, strict=True)]
             held = [None if is_used and lets_go else g for is_used, g in zip(used, gradients, strict=True)]
+            # If nobody uses it, it stays what it is, to the bit, also where it is now: a mean of equals may round.
+            unused = {at for at, view in enumerate(bucket.views) if not used[at] and gradients[at] is view}
+            held = [one.clone() if at in unused and one is not None else one for at, one in enumerate(held)]
+        if own:
+            held = [gradients[at] if at in own else one for at, one in enumerate(held)]
         bucket.write_tail(used, extra)
         if bucket.plan.by_rows:
-            work = self._launch_rows(bucket, gradients[0], used[0])
-            return InFlight(bucket, work, used, held, work)
+            rows = self._launch_rows(bucket, gradients[0], used[0], label)
+            return InFlight(bucket, rows, used, held, rows, unused, own, saved, second_order)
         bucket.fill(gradients)
         if self.gain != 1:  # as in `share_out`
-            rows = zip(bucket.views, gradients, used, strict=True)
-            shared = [view for view, gradient, is_used in rows if gradient is not None and not is_used]
+            every = zip(bucket.views, gradients, used, strict=True)
+            shared = [view for view, gradient, is_used in every if gradient is not None and not is_used]
             if shared:
                 torch._foreach_div_(shared, self.gain)
-        if self.hook is not None:
-            return InFlight(bucket, self._launch_hook(bucket, number, last), used, held)
-        return InFlight(bucket, self._transport.reduce(bucket.buffer, self._scale()), used, held)
+        work = self._start(bucket, number, last, label)
+        return InFlight(bucket, work, used, held, None, unused, own, saved, second_order)
 
-    def _launch_rows(self, bucket: Bucket, gradient: Tensor | None, used: bool) -> RowWork:
+    def launch_nothing(self, bucket: Bucket, number: int, last: bool, label: Label) -> InFlight:
+        """Sends a bucket in which there is nothing, so that the ranks stay in step; `.grad` stays as it is."""
+        nobody = [False] * len(bucket.indices)
+        bucket.tail.zero_()
+        if bucket.plan.by_rows:
+            rows = self._launch_rows(bucket, None, False, label)
+            return InFlight(bucket, rows, nobody, bucket.none_held, rows)
+        bucket.data.zero_()
+        return InFlight(bucket, self._start(bucket, number, last, label), nobody, bucket.none_held)
+
+    def _start(self, bucket: Bucket, number: int, last: bool, label: Label) -> Work:
+        if self.hook is not None:
+            return self._launch_hook(bucket, number, last, label)
+        return self._transport.reduce(bucket.buffer, self._scale(), label)
+
+    def _launch_rows(self, bucket: Bucket, gradient: Tensor | None, used: bool, label: Label) -> RowWork:
         """The same for a bucket of which single rows may travel. The gradient itself may become the result."""
         assert self._transport.reduce_rows is not None
         scale = self._scale()
@@ -120,7 +163,7 @@ class Delivery:
         if rows is None:
             dense = gradient if gradient.layout is torch.strided else gradient.to_dense()
             gradient = dense.to(bucket.plan.dtype).contiguous()
-        return self._transport.reduce_rows(bucket.buffer, gradient, rows, scale)
+        return self._transport.reduce_rows(bucket.buffer, gradient, rows, scale, label)
 
     @torch.no_grad()
     def bring(self, bucket: Bucket, index: int) -> None:
@@ -135,7 +178,7 @@ class Delivery:
         slots = self.slots
         return [slots[index] for index in bucket.indices]
 
-    def _launch_hook(self, bucket: Bucket, number: int, last: bool) -> Work:
+    def _launch_hook(self, bucket: Bucket, number: int, last: bool, label: Label) -> Work:
         assert self.hook is not None
         hook, state = self.hook
         if self._latest_hook is not None and bucket.plan.device.type == "cpu":
@@ -144,7 +187,7 @@ class Delivery:
             self._latest_hook.wait()
         parameters = [self._computing[place.index] for place in bucket.plan.places]
         seen = GradBucket(bucket.data, bucket.views, parameters, number, last)
-        tail = self._transport.reduce(bucket.tail, self._scale())
+        tail = self._transport.reduce(bucket.tail, self._scale(), label)
         self._latest_hook = comm_hook.launch(hook, state, seen, tail, self._transport.rank, self._transport.limit)
         return self._latest_hook
 
@@ -183,21 +226,26 @@ class Delivery:
         if self.after_reduce is not None:
             self.after_reduce(bucket.data)
         slots = self._slots_of(bucket)
+        as_view = self._as_view and flight.saved is None
         if all(flight.used) and self.weight > 0:
             used = flight.used
-            if self._as_view and result is None:  # the usual case
+            if as_view and result is None and not flight.own and not flight.second_order:  # the usual case
                 for slot, view in zip(slots, bucket.views, strict=True):
                     slot.grad = view
                 return used
         else:
             used = bucket.read_usage()
         targets, sources, keepers = [], [], []
-        for slot, view, held, is_used in zip(slots, bucket.views, flight.held, used, strict=True):
-            if not is_used:
-                slot.grad = held  # nobody used it: as it was, and None stays None
+        for at, (slot, view, held, is_used) in enumerate(zip(slots, bucket.views, flight.held, used, strict=True)):
+            if not is_used:  # nobody used it: as it was, and None stays None
+                slot.grad = view.copy_(held) if at in flight.unused and held is not None else held
+            elif at in flight.own and held is not None:  # what the user has given has to hold the result
+                targets.append(held.detach() if held.requires_grad else held)
+                sources.append(view if result is None else result)
+                keepers.append(slot)
             elif result is not None:
                 slot.grad = result
-            elif self._as_view:
+            elif as_view:
                 slot.grad = view
             else:
                 targets.append(torch.empty_like(view) if held is None or held is view else held.detach())
@@ -206,6 +254,12 @@ class Delivery:
         fill(targets, sources)
         for slot, gradient in zip(keepers, targets, strict=True):
             slot.grad = gradient
+        if flight.saved is not None:
+            bucket.data.copy_(flight.saved)
+        if flight.second_order:
+            for slot, is_used in zip(slots, used, strict=True):
+                if is_used and (reduced := slot.grad) is not None:
+                    slot.grad = refuse_second_order(reduced)
         return used
 
     def total_weight(self, bucket: Bucket) -> float:
@@ -216,10 +270,12 @@ class Delivery:
         rounding = self._transport.size * torch.finfo(bucket.plan.dtype).eps
         return 1.0 if abs(weight - 1) <= rounding else weight
 
-    def measure_weights(self) -> None:
+    def weight_as_integer(self) -> int:
+        return round(self.weight * _FINE)
+
+    def measure_weights(self, weights: Sequence[int]) -> None:
         """Before the first reduction: weights such as numbers of tokens would overflow a float16 bucket."""
-        rows = self._transport.gather([round(self.weight * _FINE)])
-        mean = sum(row[0] for row in rows) / len(rows) / _FINE
+        mean = sum(weights) / len(weights) / _FINE
         if self._mean and mean > 0:
             self.weight_unit = mean
 
@@ -228,9 +284,13 @@ class Delivery:
         if total_weight > 0:
             self.weight_unit *= total_weight
 
+    def forget_hook(self) -> None:
+        """Nothing of a hook is under way."""
+        self._latest_hook = None
+
     def forget_round(self) -> None:
         """The round is over, well or not."""
-        self._latest_hook = None
+        self.forget_hook()
         self.weight = self.usual_weight
 
     def _divide(self, bucket: Bucket, data: Tensor) -> None:
@@ -263,7 +323,7 @@ class Delivery:
             return
         slot.grad = self._transport.reduce_sparse(gradient, scale).result()
 
-    def carry_late(self, plans: Sequence[BucketPlan], late: Mapping[int, Tensor]) -> None:
+    def carry_late(self, plans: Sequence[BucketPlan], late: Mapping[int, Tensor], label: Label) -> None:
         """A second pass for gradients that arrived after their bucket had left; adds them to the result."""
         plans = [replace(plan, by_rows=False) for plan in plans]
         for plan, bucket in zip(plans, make_buckets(plans, self._specs, self._transport), strict=True):
@@ -274,7 +334,7 @@ class Delivery:
                 [late[place.index] for place in plan.places if place.index in late],
             )
             bucket.write_tail(used)
-            self._transport.reduce(bucket.buffer, self._scale()).wait()
+            self._transport.reduce(bucket.buffer, self._scale(), label).wait()
             self._divide(bucket, bucket.data)
             for place, view, is_used in zip(plan.places, bucket.views, bucket.read_usage(), strict=True):
                 slot = self.slots[place.index]

@@ -9,29 +9,31 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from gradsync import _torch
 from gradsync.engine import without_backward
 from gradsync.engine.backward import Backward
-from gradsync.engine.buffers import Buffers
+from gradsync.engine.buffers import BufferHook, BufferHookLocation, Buffers
 from gradsync.engine.form import Form
 from gradsync.engine.outputs import check_local, tensors_in
-from gradsync.engine.reducer import Reducer
+from gradsync.engine.reducer import About, Reducer
 from gradsync.engine.roster import Roster
 from gradsync.engine.sparse_rows import check_rows
 from gradsync.engine.uneven import Joining
-from gradsync.errors import HookError, InvalidOptionError, NoProcessGroupError, RosterChangedError
+from gradsync.errors import HookError, InvalidOptionError, NoProcessGroupError
 from gradsync.events import Event, Recorder
-from gradsync.guard import unsynchronised
-from gradsync.guard.start import check_layers, check_module, check_same_model, check_same_values, list_differences
+from gradsync.guard import replicas, unsynchronised
+from gradsync.guard.replicas import Comparison
+from gradsync.guard.start import Beginnings, check_layers, check_module, check_same_model, check_same_values
 from gradsync.hooks.comm_hook import Hook, check_hook, name_of
 from gradsync.hooks.optimizer_overlap import Stepper, TorchsInBackward
 from gradsync.hooks.quantisation import stand_in
@@ -40,6 +42,12 @@ from gradsync.options import Options
 from gradsync.transport.base import Transport
 
 _serials = itertools.count()
+_beginnings = Beginnings()
+# Options that ranks may set differently: what is sent and what becomes of it is the same.
+_HARMLESS = frozenset({"transport", "gradient_as_bucket_view", "static_graph", "verify"})
+# Those that mean something only when the replica is made. A copy has other ones.
+_AT_START = frozenset({"init_sync", "init_sync_buffers"})
+_LOCAL_HOOKS = ("post_localSGD_hook", "noop_hook")  # after which replicas differ, as is meant
 _HOOK_DECIDES = (
     "weights, and gradsync.uneven(), don't go together with a communication hook: the hook alone decides what becomes "
     "of the gradients. Weigh them in the hook, or use torch's Join."
@@ -64,7 +72,9 @@ class Engine:
         options: Options,
         ignored: frozenset[str] = frozenset(),
         form: Form | None = None,
+        left_alone: Iterable[Tensor] = (),
     ) -> None:
+        """`ignored`: names inside the modules; `left_alone`: what is outside of them, and not to be warned of either."""
         self.modules = list(modules)
         self.module = self.modules[0]
         self.transport = transport
@@ -92,11 +102,15 @@ class Engine:
         """Inside one: whether ranks without data count in the mean."""
         self.final_source = 0
         """The rank whose model all took over at the end of a `Join` context."""
-        self._serial = next(_serials)
-        self._generation = 0
-        self._start()
-        self.reducer = Reducer(self.roster.managed(), transport, options)
-        self.reducer.serial = self._serial
+        self._left_alone: MutableMapping[Tensor, None] = WeakTensorKeyDictionary()
+        self._left_alone.update(dict.fromkeys(left_alone))
+        self._verify = options.verify_mode()
+        self._set_by_hand: dict[str, str] = {}  # hooks and the like, as they are compared between ranks
+        self._settings = self._list_settings()
+        serial, begun_alike = self._start()
+        about = About(type(self.module).__name__, serial, self._settings, self.roster.describe, begun_alike)
+        self.reducer = Reducer(self.roster.managed(), transport, options, about)
+        self._compare()
         self.recorders: list[Recorder] = [self.statistics.record]
         self.reducer.recorder = self._record
         self.reducer.at_open = self._round_opens
@@ -106,7 +120,6 @@ class Engine:
         self._contexts: set[int] = set()
         self._superseded = False
         self._claim()
-        unsynchronised.watch(self.reducer)
 
     # --- a step, as the fronts drive it ----------------------------------------------------------
 
@@ -201,6 +214,14 @@ class Engine:
             raise InvalidOptionError(_HOOK_DECIDES)
         delivery.weight = float(weight) if delivery.usual_weight else 0.0
 
+    def skip_round(self) -> None:
+        """This rank takes part in the round of the others with nothing, and gets what they have."""
+        self.reducer.close_round()
+        self._backward_ended()
+
+    def ready_to_skip(self) -> None:
+        self.reducer.ready_to_skip(self._round_opens)
+
     def sit_out(self, flag: bool | None) -> None:
         """Inside `gradsync.uneven`: whether this rank has run out of data, and counts for nothing. None: outside."""
         if flag is not None and self.reducer.delivery.hook is not None:
@@ -214,29 +235,38 @@ class Engine:
             self.joining.left()
         self.joining = joining
         self.buffers.joined = None if joining is None else False
+        self.reducer.forget_steps()  # ranks without data take none
 
     def synchronise_now(self) -> None:
         """A round without a backward."""
-        if self.joining is not None and self.reducer.dirty:
-            self.joining.round_opens()
-        without_backward.synchronise_now(self.reducer)
+        if self._round_opens(passed_output=True):
+            without_backward.synchronise_now(self.reducer)
 
     def register_comm_hook(self, state: object, hook: Hook) -> None:
         check_hook(hook)
-        if self.reducer.delivery.hook is not None:
+        if "communication hook" in self._set_by_hand:
             raise HookError("register_comm_hook or register_builtin_comm_hook can only be called once.")
         self.reducer.reduce_by(stand_in(hook), state)
         self.statistics.hook = name_of(hook)
+        self._was_set("communication hook", f"{name_of(hook)} ({type(state).__name__})")
+        if name_of(hook) in _LOCAL_HOOKS:
+            self.trained_alone()
 
     def set_divide_factor(self, factor: float) -> None:
         if not 0 < factor < float("inf"):
             raise InvalidOptionError(f"a divide factor must be a finite number above 0, but is {factor}")
         self.reducer.divide_by(float(factor))
+        self._was_set("gradient divide factor", repr(float(factor)))
+
+    def register_buffer_hook(self, state: object, hook: BufferHook, location: BufferHookLocation) -> None:
+        self.buffers.register_hook(state, hook, location)
+        self._was_set("buffer hook", f"{name_of(hook)} ({location.name})")
 
     def overlap_optimizer(self, stepper: Stepper) -> None:
         if self.reducer.stepper is not None:
             raise HookError("an optimizer steps in this module's backward already; there can be one")
         self.reducer.stepper = stepper
+        self._was_set("optimizer in backward", type(stepper).__name__)
 
     def know_sparse_rows(self, rows: Mapping[str, Tensor]) -> None:
         """Which rows of sparse gradients any rank will use, by the parameters' names."""
@@ -253,7 +283,7 @@ class Engine:
     def leave_out(self) -> None:
         """The others go on over a group without this rank. What a backward that raised has left ends here too."""
         self.join(None)
-        self.reducer.forward_begins()
+        self.reducer.leave()
         self.left_out = True
 
     def broadcast_from(self, source: int) -> None:
@@ -263,6 +293,59 @@ class Engine:
         if self.options.buffers != "never":
             self.transport.broadcast([buffer for _, buffer in self.buffers.named()], source)
 
+    # --- are the replicas the same? --------------------------------------------------------------
+
+    def verify(self, optimizer: Optimizer | None = None) -> None:
+        """Compares all values over all ranks, now; all ranks call this together."""
+        tensors = self._compared()
+        if self.options.buffers in ("round", "average"):
+            tensors |= dict(self.buffers.named())
+        numbers: dict[str, object] = {}
+        if optimizer is not None:
+            names: MutableMapping[Tensor, str] = WeakTensorKeyDictionary()
+            names.update({entry.parameter: entry.name for entry in self.roster.entries})
+            state, numbers = replicas.optimizer_state(optimizer, names)
+            tensors |= state
+        replicas.compare(tensors, numbers, self.transport)
+        self._compare()
+
+    def trained_alone(self) -> None:
+        """Replicas differ on purpose from now on: nobody compares them until `verify` finds them equal."""
+        self.reducer.comparison = None
+
+    def known(self) -> set[int]:
+        """Ids of all parameters that are managed here, or that it was told to leave alone."""
+        inside = {id(parameter) for module in self.modules for parameter in module.parameters()}
+        registered = {id(entry.parameter) for entry in self.roster.entries}
+        return inside | registered | {id(parameter) for parameter in self._left_alone}
+
+    def _compare(self) -> None:
+        """From now on each round compares some parameters."""
+        tensors = self._compared()
+        compares = self._verify != "never" and self.transport.size > 1 and tensors
+        self.reducer.comparison = Comparison(tensors, self._verify == "every") if compares else None
+
+    def _compared(self) -> dict[str, Tensor]:
+        return {entry.name: entry.parameter for entry in self.roster.entries}
+
+    def _was_set(self, name: str, value: str) -> None:
+        """What all ranks have to set alike: compared before the next round."""
+        self._set_by_hand[name] = value
+        self._settings = self._list_settings()
+
+    def _list_settings(self, at_start: bool = False) -> str:
+        """What all ranks must have set alike, a line for each."""
+        left_out = _HARMLESS if at_start else _HARMLESS | _AT_START
+        rows = {
+            field.name: repr(getattr(self.options, field.name))
+            for field in fields(self.options)
+            if field.name not in left_out
+        }
+        rows["verify"] = repr(self._verify)
+        if self.form != Form():
+            rows |= self.form.settings()
+        return "\n".join(f"{name}: {value}" for name, value in (rows | self._set_by_hand).items())
+
     def promise_static_graph(self) -> None:
         self.options = self.reducer.options = replace(self.options, static_graph=True)
 
@@ -270,6 +353,7 @@ class Engine:
         """Leaves the module as if it had never been replicated."""
         self.roster.faces.to_registered()
         self.reducer.disarm()
+        unsynchronised.unwatch(self)
 
     def _claim(self) -> None:
         """Takes the managed parameters over from any engine that had them."""
@@ -281,6 +365,7 @@ class Engine:
                 owner._superseded = True
                 owner.disarm()
             _owners[one.computing] = weakref.ref(self)
+        unsynchronised.watch(self)
 
     # --- inside ----------------------------------------------------------------------------------
 
@@ -288,19 +373,26 @@ class Engine:
         for recorder in self.recorders:
             recorder(event)
 
-    def _start(self) -> None:
-        """All ranks begin with rank 0's values, after it is certain that they hold the same model."""
+    def _start(self) -> tuple[int, bool]:
+        """All ranks begin with rank 0's values, after it is certain that they hold the same model.
+
+        Gives a number for this module that all ranks have for it, and whether all held the same values.
+        """
+        serial = next(_serials)
         if self.options.init_sync == "none":
-            return
+            return serial, False  # the ranks compare in their first round
         parameters = {entry.name: _torch.local(entry.parameter) for entry in self.roster.entries}
         buffers = dict(self.buffers.named())
-        self._serial = check_same_model(parameters, buffers, self.transport, self._serial)
+        agreed = check_same_model(parameters, buffers, self._list_settings(at_start=True), self.transport, serial)
+        alike = len(set(agreed.values)) == 1
         if self.options.init_sync == "check":
             check_same_values({**parameters, **buffers}, self.transport)
-            return
+            return agreed.serial, alike
+        _beginnings.add(self.module, agreed.model, agreed.values, self.transport.rank)
         self.transport.broadcast([p.detach() for p in parameters.values()], source=0)
         if self.options.init_sync_buffers:
             self.transport.broadcast(list(buffers.values()), source=0)
+        return agreed.serial, alike
 
     def _round_opens(self, passed_output: bool) -> bool:
         """Whether a backward that begins is a round; sees to changed parameters before it is."""
@@ -312,8 +404,14 @@ class Engine:
                 "is not in, so that a backward here would wait for ranks that have left. Sit this phase out, or move "
                 "the module to a group with this rank, on all of its ranks."
             )
-        if self.roster.changed(doubt=not self.reducer.arrivals.as_expected):
-            self._agree_on_change()
+        described, changed = "", self.roster.changed(doubt=not self.reducer.arrivals.as_expected)
+        if changed:
+            described = self.roster.describe(with_values=self.roster.refresh(self.transport.rank))
+        self.reducer.confirm(self._settings, described)
+        if changed:
+            self._claim()
+            self.reducer.replace(self.roster.managed())
+            self._compare()
         if self.joining is not None:
             self.joining.round_opens()
         return True
@@ -324,29 +422,3 @@ class Engine:
         self.buffers.round_closed()
         if self.joining is not None:
             self.joining.round_closed()
-
-    def _agree_on_change(self) -> None:
-        """Managed parameters are others than before: if all ranks say the same, the reducer gets the new ones."""
-        before = self.roster.describe()
-        replaced = self.roster.refresh(self.transport.rank)
-        now = self.roster.describe(with_values=replaced)
-        self._generation += 1
-        topic = f"roster/{self._serial}/{self._generation}"
-        try:
-            described = self.transport.agree(topic, now)
-        except TimeoutError as silent:
-            raise RosterChangedError(
-                f"rank {self.transport.rank}: parameters were frozen, unfrozen, converted or replaced here, but "
-                f"not on every rank: {silent}. Here:\n{list_differences(before, self.roster.describe(), 'now')}\n"
-                "Make the same change on all ranks before the same backward."
-            ) from None
-        if len(set(described)) > 1:
-            other = next(rank for rank, text in enumerate(described) if text != described[0])
-            differences = list_differences(described[0], described[other], f"on rank {other}")
-            raise RosterChangedError(
-                f"rank {self.transport.rank}: parameters were frozen, unfrozen, converted or replaced in different "
-                f"ways, or by different values, on different ranks:\n{differences}\n"
-                "Make the same change on all ranks."
-            )
-        self._claim()
-        self.reducer.replace(self.roster.managed())

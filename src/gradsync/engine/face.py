@@ -83,6 +83,18 @@ class Face:
             earlier = self._earlier()
             self._give(exact if earlier is None else earlier.add_(exact))
 
+    def shows_what_was_given(self) -> bool:
+        """Whether the registered gradient is what a round has delivered; if it is not, that is let go."""
+        if self._given is not None and self.registered.grad is self._given[1]:
+            return True
+        self._given = None
+        return False
+
+    def shows_what_nobody_gave(self) -> bool:
+        return self.registered.grad is not None and not (
+            self._given is not None and self.registered.grad is self._given[1]
+        )
+
     def zero_grad(self, set_to_none: bool) -> None:
         """Throws away what is new and what an earlier round left."""
         self.compute.grad = self._accumulated = None

@@ -28,6 +28,12 @@ class Form:
     cast_forward_inputs: bool = True
     compute_device: torch.device | None = None  # where the parameters are not, if they are offloaded
 
+    def settings(self) -> dict[str, str]:
+        """What all ranks must have set alike."""
+        mesh = "None" if self.mesh is None else f"{tuple(self.mesh.shape)} {self.mesh.mesh_dim_names}"
+        names = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
+        return {"mesh": mesh} | {name: repr(getattr(self, name)) for name in names}
+
     def face(self, name: str, parameter: nn.Parameter, sites: Sequence[Site]) -> Face | None:
         """The face of one parameter, made at the first sight of it; None if it needs none."""
         if self.mesh is not None:

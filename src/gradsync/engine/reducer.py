@@ -20,49 +20,82 @@ happen.
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from operator import attrgetter
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from gradsync import _torch
 from gradsync.engine.agreement import agree_on_plan
 from gradsync.engine.arrivals import Arrivals
 from gradsync.engine.backward import Backward, accumulates
 from gradsync.engine.bucket import LARGE, Bucket, make_buckets
-from gradsync.engine.delivery import Delivery
+from gradsync.engine.delivery import Delivery, InFlight
+from gradsync.engine.identity import IDENTITY, Identity, Kind, Position, digest, explain
+from gradsync.engine.ownership import Gradients
 from gradsync.engine.plan import Plan
 from gradsync.engine.roster import HasGrad, Managed
 from gradsync.engine.round import Phase, Round
 from gradsync.engine.sparse_rows import KnownRows
-from gradsync.errors import ReplicaLostError, RoundTimeoutError, UnfinishedRoundError
+from gradsync.errors import GradsyncError, ReplicaLostError, RoundTimeoutError, UnfinishedRoundError
 from gradsync.events import BucketLaunched, Recorder, RoundClosed
-from gradsync.guard import strict
+from gradsync.guard import strict, unsynchronised
+from gradsync.guard.replicas import Comparison
+from gradsync.guard.start import crossed
 from gradsync.hooks.comm_hook import Hook
 from gradsync.hooks.optimizer_overlap import Stepper
 from gradsync.options import Options
 from gradsync.transport.base import Transport
 
+# How long ranks that were in different rounds wait for each other to say where they were.
+_EXPLAIN_SECONDS = 20.0
 _open_rounds: weakref.WeakSet[Reducer] = weakref.WeakSet()
+_listing = threading.Lock()  # replicas may train in threads of their own
 
 
-def _in_this_backward(closing: Reducer) -> set[Reducer]:
-    """The reducer that closes, and those with a round in the same backward."""
+def _in_this_backward(closing: Reducer) -> list[Reducer]:
+    """The reducer that closes, and those with a round in the same backward, in the same order on all ranks."""
     task = _torch.current_graph_task()
-    return {closing} | {reducer for reducer in _open_rounds if task in reducer._backward.met}
+    with _listing:
+        others = {reducer for reducer in _open_rounds if task in reducer._backward.met}
+    return sorted({closing} | others, key=attrgetter("serial"))
+
+
+class About(NamedTuple):
+    """What a reducer has to know of the replicated module."""
+
+    name: str
+    serial: int
+    """Orders the replicated modules of a process, alike on all ranks as soon as they have compared it."""
+    settings: str
+    describe: Callable[[], str]
+    """A text that is equal on two ranks if they manage the same parameters."""
+    begun_alike: bool = False
+    """All ranks held the same values before rank 0's were broadcast."""
 
 
 class Reducer:
     """Runs the rounds of one list of managed parameters."""
 
-    def __init__(self, managed: Sequence[Managed], transport: Transport, options: Options) -> None:
+    def __init__(self, managed: Sequence[Managed], transport: Transport, options: Options, about: About) -> None:
         self.phase = Phase.IDLE
-        self.serial = 0
-        """Orders the replicated modules of a process, alike on all ranks."""
+        self._about = about
+        self.serial = about.serial
         self.rounds = 0
+        """How many have closed."""
+        self.settings = about.settings
+        """What must be set alike on all ranks, a line `name: value` for each."""
+        self.comparison: Comparison | None = None
+        """Compares the replicas' parameters while training; None: nobody does."""
+        self._number = 0  # of the next round, as all ranks of the group count them
+        self._launches = 0  # buckets that have left over this transport
+        self._stepped: bool | None = None  # since the latest round; None: not known, or not to be compared
         self.recorder: Recorder | None = None
         self.at_open: Callable[[bool], bool] | None = None
         """Asked, with whether an output was passed, before a round opens; False: this backward is none."""
@@ -76,24 +109,27 @@ class Reducer:
         self.options = options
         self._round: Round | None = None
         self._forward_at = time.perf_counter()
+        self._changes: list[Callable[[], None]] = []  # to be made before the next round, when all ranks say so
         self._not_a_round = _torch.NO_GRAPH_TASK  # a backward that `at_open` refused
         self._unfinished: UnfinishedRoundError | None = None
         self._backward = Backward(at_end=self.close_round)
         self._managed: list[Managed] = []
-        self._ever: set[int] = set()  # ids of all parameters that were managed at any time
+        self._ever: MutableMapping[Tensor, None] = WeakTensorKeyDictionary()  # all that were managed at any time
         self._begin_with(managed)
-        self._ever = {id(one.parameter) for one in managed}
+        self._remember()
         self.synchronise(True)
 
     def _begin_with(self, managed: Sequence[Managed]) -> None:
         self.parameters = [one.parameter for one in managed]
         self.specs = [one.spec for one in managed]
         self._slots: list[HasGrad] = [one.slot for one in managed]
+        self._usual_slots = self._slots
         self.computing = [one.computing for one in managed]
         self.hidden = {id(one.computing): one.spec.name for one in managed if one.computing is not one.parameter}
         self.plan: Plan | None = None
         self.buckets: list[Bucket] = []
         self.delivery = self._make_delivery(managed)
+        self.gradients = Gradients(self._slots, self.options.gradient_as_bucket_view)
         share = self.share_out if self.delivery.gain != 1 else None
         self._arrivals = Arrivals(self.computing, self._backward.met, before=share)
 
@@ -132,10 +168,26 @@ class Reducer:
         """Whether a round is under way, or was left by a backward that raised."""
         return self._round is not None
 
-    def name_dirty(self, among: set[int]) -> list[str]:
-        """Names of dirty parameters with these ids; those whose gradient was thrown away are not."""
-        found = [i for i in self._arrivals.seen_dirty() if id(self.parameters[i]) in among]
-        return [self.specs[i].name for i in sorted(found) if self._slots[i].grad is not None]
+    def name_dirty(self, among: Sequence[int]) -> list[str]:
+        """Names of dirty parameters among these; those whose gradient was thrown away are not."""
+        dirty = self._arrivals.seen_dirty()
+        return [self.specs[i].name for i in among if i in dirty and self._slots[i].grad is not None]
+
+    def name_foreign(self, among: Sequence[int], since: int) -> list[str]:
+        """Names of parameters among these whose `.grad` no round has delivered.
+
+        What somebody made of one that was delivered after round `since`, by scaling it for example, may pass.
+        """
+        found = self.gradients.foreign(among)
+        return [self.specs[index].name for index in found if not self.gradients.delivered_since(index, since)]
+
+    def stepped(self) -> None:
+        """An optimizer has stepped on parameters of ours."""
+        self._stepped = True
+
+    def forget_steps(self) -> None:
+        """From now on ranks may have stepped differently, as in a `Join` context."""
+        self._stepped = None
 
     @property
     def rank(self) -> int:
@@ -148,18 +200,91 @@ class Reducer:
     def forward_begins(self) -> None:
         """Ends what an earlier backward left: forgets a round whose backward raised; reports what was strict."""
         self._forward_at = time.perf_counter()
-        self._abandon()
+        if self._round is not None and not _runs_elsewhere(self._round.thread):
+            self._abandon()
         if self._unfinished is not None:
             unfinished, self._unfinished = self._unfinished, None
             raise unfinished
 
+    @torch.no_grad()
     def _abandon(self) -> None:
-        """Forgets a round whose backward raised, after what it had launched has come home."""
-        if self._round is not None:
-            for flight in self._round.launched:
-                with contextlib.suppress(Exception):  # whatever it was, backward raised it
-                    flight.work.wait()
+        """Ends a round whose backward raised.
+
+        If nothing had left, there was none. Else the other ranks wait for the rest: they get it, marked as worth
+        nothing, so that all ranks stay in step, and raise, unless all of them have abandoned it.
+        """
+        opened = self._round
+        assert opened is not None
+        if not opened.launched:
             self._forget_round()
+            return
+        try:
+            self._launch_nothing(opened, Kind.ABANDONED)
+            self._await_all(opened)
+            if opened.launched[-1].work.differing() & IDENTITY:
+                raise self._mismatch(opened, Kind.ABANDONED)
+            self._number += 1
+        finally:
+            self._forget_round()
+
+    def _launch_nothing(self, opened: Round, kind: Kind) -> None:
+        """Sends what is left of a round as if there were nothing in it."""
+        label = opened.identity.label(kind)
+        for number in range(len(opened.launched), len(self.buckets)):
+            last = number == len(self.buckets) - 1
+            opened.launched.append(self.delivery.launch_nothing(self.buckets[number], number, last, label))
+            self._launches += 1
+
+    def _await_all(self, opened: Round) -> None:
+        for number, flight in enumerate(opened.launched):
+            self._await(opened, number, flight)
+
+    def _await(self, opened: Round, number: int, flight: InFlight) -> None:
+        try:
+            flight.work.wait()
+        except (ReplicaLostError, RoundTimeoutError) as error:
+            raise type(error)(f"{error} {self._where(opened, number)}", error.ranks) from None
+
+    def _mismatch(self, opened: Round, kind: Kind) -> GradsyncError:
+        """After all that was sent has come home: says to the other ranks where this one is, and hears where they are."""
+        identity = opened.identity
+        mine = Position(
+            self._about.name, identity.number, kind, bool(identity.stepped), self.settings, self._about.describe()
+        )
+        positions: list[Position | None] = [None] * self.size
+        positions[self.rank] = mine
+        topic = f"positions/{self.serial}/{self._launches}"
+        with contextlib.suppress(Exception):  # a rank that says nothing is named in the error
+            said = self._transport.agree(topic, mine.pack(), min(self._transport.limit, _EXPLAIN_SECONDS))
+            positions = [Position.unpack(text) for text in said]
+        # All ranks are at the same place again, if they go on.
+        self._number = 1 + max(position.number for position in positions if position is not None)
+        self._stepped = None
+        return explain(self.rank, positions)
+
+    def _check_labels(self, opened: Round, flights: Sequence[InFlight]) -> None:
+        """Raises if what was added up were no parts of one sum, or if the replicas have diverged."""
+        if not any(flight.work.differing() for flight in flights):
+            return
+        with torch.no_grad():
+            self._await_all(opened)
+        bits = 0
+        for flight in opened.launched:
+            bits |= flight.work.differing()
+        if bits & IDENTITY or self.comparison is None:
+            raise self._mismatch(opened, Kind.ROUND)
+        self._number += 1
+        raise self.comparison.error(self._transport, opened.identity.number)
+
+    def ready_to_skip(self, may_open: Callable[[bool], bool]) -> None:
+        """Opens a round in which this rank brings nothing, or goes on with one whose backward has raised."""
+        if self._round is None:
+            if not may_open(True):
+                raise UnfinishedRoundError(f"rank {self.rank}: there is no round to skip for {self._about.name}")
+            self.open_round()
+        for index in self.dirty:
+            self._slots[index].grad = None
+        self.delivery.weight = 0.0
 
     def output_reached(self) -> None:
         """Backward came to an output of the module: the first sign of a round."""
@@ -168,8 +293,8 @@ class Reducer:
 
     def replace(self, managed: Sequence[Managed]) -> None:
         """Goes on with other parameters, or with the same ones changed; learns them anew."""
-        known = self._ever
-        dirty = {id(self.parameters[index]) for index in self.dirty}
+        dirty = {id(self.parameters[index]) for index in self.dirty}  # held until this returns
+        before = self.parameters
         synchronising = self.synchronising
         self._arrivals.disarm()
         self._begin_with(managed)
@@ -177,21 +302,69 @@ class Reducer:
         # A parameter that nobody listened to until now may have a gradient that nobody saw arrive.
         for index, one in enumerate(managed):
             # (One that was frozen in between has what an earlier round left.)
-            seen = id(one.parameter) in dirty or id(one.parameter) not in known
+            seen = id(one.parameter) in dirty or one.parameter not in self._ever
             if seen and one.slot.grad is not None:
                 self.dirty.add(index)
-        self._ever |= {id(one.parameter) for one in managed}
+        self._remember()
+        del before
+
+    def _remember(self) -> None:
+        self._ever.update(dict.fromkeys(self.parameters))
 
     def divide_by(self, divisor: float) -> None:
         """From the next round on a gradient is the sum over the ranks divided by `divisor`."""
-        self.delivery.divisor = divisor
-        self.replace(self._managed)
+
+        def change() -> None:
+            self.delivery.divisor = divisor
+            self.replace(self._managed)
+
+        self._change(change)
 
     def reduce_by(self, hook: Hook, state: object) -> None:
         """From the next round on a communication hook reduces the buckets."""
-        self.delivery.hook = hook, state
-        if self.plan is not None and any(bucket.by_rows for bucket in self.plan.buckets):
-            self.replace(self._managed)  # it wants to see the whole
+
+        def change() -> None:
+            self.delivery.hook = hook, state
+            if self.plan is not None and any(bucket.by_rows for bucket in self.plan.buckets):
+                self.replace(self._managed)  # it wants to see the whole
+
+        self._change(change)
+
+    def _change(self, change: Callable[[], None]) -> None:
+        """At once if there was no round yet, in which ranks compare what is set; else with the next round."""
+        if self.plan is None:
+            change()
+        else:
+            self._changes.append(change)
+
+    def confirm(self, settings: str, described: str) -> None:
+        """Before something changes that all ranks must change alike: they say so, in the place of a round's first bucket.
+
+        If some don't, because they know of no change, theirs is a bucket of a round, and all ranks raise.
+        """
+        changed, self.settings = settings != self.settings, settings
+        if self.plan is not None and (changed or self._changes or described):
+            self._ask(Identity(self.serial, self._number, None, digest(f"{settings}\n{described}", 7)))
+        for change in self._changes:
+            change()
+        self._changes.clear()
+
+    @torch.no_grad()
+    def _ask(self, identity: Identity) -> None:
+        asked = Round(identity, time.perf_counter())
+        label = identity.label(Kind.CHANGE)
+        data = self.buckets[0].data
+        saved = data.clone()  # `.grad`, perhaps
+        first = self.delivery.launch_nothing(self.buckets[0], 0, len(self.buckets) == 1, label)
+        asked.launched.append(first)
+        self._launches += 1
+        self._await(asked, 0, first)
+        if first.work.differing():
+            self._launch_nothing(asked, Kind.CHANGE)
+            self._await_all(asked)
+            raise self._mismatch(asked, Kind.CHANGE)
+        data.copy_(saved)
+        self.delivery.forget_hook()
 
     @contextlib.contextmanager
     def gradients_in(self, slots: Sequence[HasGrad]) -> Iterator[None]:
@@ -209,10 +382,20 @@ class Reducer:
         self.dirty.clear()
 
     def move_to(self, transport: Transport) -> None:
-        """Goes on over another group; plans anew."""
-        self.forward_begins()
+        """Goes on over another group; plans anew, and counts rounds anew."""
+        self.leave()
         self._transport = transport
+        self._number, self._stepped = 0, None
         self.replace(self._managed)
+
+    def leave(self) -> None:
+        """Nobody waits for this rank here any more: forgets a round whose backward raised."""
+        if self._round is not None:
+            for flight in self._round.launched:
+                with contextlib.suppress(Exception):  # whatever it was, backward raised it
+                    flight.work.wait()
+            self._forget_round()
+        self.forward_begins()
 
     def disarm(self) -> None:
         """Takes the hooks off the parameters."""
@@ -248,13 +431,13 @@ class Reducer:
     def large_arrived(self, index: int) -> None:
         opened = self._round
         number = self._arrivals.bucket_of[index]
-        if opened is not None and number >= len(opened.launched):
+        if opened is not None and number >= len(opened.launched) and index not in opened.own:
             self.delivery.bring(self.buckets[number], index)
 
     def _enter(self, passed_output: bool) -> Round | None:
         """Opens a round, or notes that one more backward, a nested one or its parent, takes part."""
         if self._round is not None and self._backward.died():
-            self._abandon()
+            self._abandon()  # which raises if other ranks have not
         if self._round is None:
             task = _torch.current_graph_task()
             if task == self._not_a_round:
@@ -263,14 +446,28 @@ class Reducer:
                 self._not_a_round = task
                 return None
             self.open_round()
+            assert self._round is not None
+            self._round.second_order = torch.is_grad_enabled()  # in a backward only if it makes a graph
         self._backward.enter()
         return self._round
 
-    def open_round(self, shadow: bool = False) -> None:
-        self._round = Round(self.rounds, time.perf_counter(), shadow=shadow)
+    @torch.no_grad()
+    def open_round(self, follows: bool = False) -> None:
+        """`follows`: on a rank without data, which takes part in a round of the others."""
+        stepped = None if follows or self._number == 0 else self._stepped
+        identity = Identity(self.serial, self._number, stepped, digest(self.settings, 7), follows)
+        opened = self._round = Round(identity, time.perf_counter(), thread=threading.get_ident())
+        if self.comparison is not None and not follows:
+            opened.fingerprint = self.comparison.of_round(self._number)
+        if self._slots is self._usual_slots:
+            opened.own = self.gradients.look(self.dirty)
+        opened.saved = {at: b.data.clone() for at, b in enumerate(self.buckets) if not self.gradients.let_go(b)}
         self._arrivals.begin_round(len(self.buckets))
         self.phase = Phase.OPEN
-        _open_rounds.add(self)
+        with _listing:
+            task = _torch.current_graph_task()
+            opened.position = sum(task in other._backward.met for other in _open_rounds)
+            _open_rounds.add(self)
 
     def share_out(self, index: int) -> None:
         """Before a gradient arrives: see `Delivery.share_out`."""
@@ -304,22 +501,24 @@ class Reducer:
         flight = opened.launched[number]
         opened.delivered += 1
         began = time.perf_counter()
-        try:
-            flight.work.wait()
-        except (ReplicaLostError, RoundTimeoutError) as error:
-            raise type(error)(f"{error} {self._where(opened, number)}", error.ranks) from None
+        self._await(opened, number, flight)
         opened.reduced_at = time.perf_counter()
         opened.waited += opened.reduced_at - began
+        if flight.bucket.plan.device.type == "cpu":  # elsewhere asking would make the host wait: at the end, then
+            self._check_labels(opened, [flight])
         used = self.delivery.deliver(flight)
+        self.gradients.delivered(flight, used, self.rounds)
         if self.stepper is not None:
             indices = [p.index for p, is_used in zip(flight.bucket.plan.places, used, strict=True) if is_used]
             self.dirty.difference_update(indices)  # synchronised: the guard lets the step pass
-            self.stepper([self.parameters[index] for index in indices])
+            with unsynchronised.trusted():
+                self.stepper([self.parameters[index] for index in indices])
+            self._stepped = True
 
     def _where(self, opened: Round, number: int) -> str:
         names = [self.specs[index].name for index in self.buckets[number].indices]
         holds = f"with '{names[0]}'" if len(names) == 1 else f"from '{names[0]}' to '{names[-1]}'" if names else ""
-        return f"(Round {opened.number}, bucket {number + 1} of {len(self.buckets)}, {holds}.)"
+        return f"(Round {opened.identity.number}, bucket {number + 1} of {len(self.buckets)}, {holds}.)"
 
     @torch.no_grad()
     def _launch(self, opened: Round, number: int, extra: Sequence[bool] = ()) -> None:
@@ -328,10 +527,17 @@ class Reducer:
         now = time.perf_counter()
         opened.first_launch_at = opened.first_launch_at or now
         last = number == len(self.buckets) - 1
-        opened.launched.append(self.delivery.launch(bucket, number, last, self.dirty, extra))
+        values = opened.fingerprint.value() if last and opened.fingerprint is not None else None
+        label = opened.identity.label(Kind.ROUND, values)
+        saved = opened.saved.pop(number, None)
+        flight = self.delivery.launch(
+            bucket, number, last, self.dirty, label, extra, opened.own, saved, opened.second_order
+        )
+        opened.launched.append(flight)
+        self._launches += 1
         if self.recorder is not None:
             overlapped = self.phase is Phase.OPEN
-            self.recorder(BucketLaunched(opened.number, number, bucket.plan.nbytes, now, overlapped))
+            self.recorder(BucketLaunched(opened.identity.number, number, bucket.plan.nbytes, now, overlapped))
 
     # --- the end of backward -------------------------------------------------------------------
 
@@ -343,8 +549,8 @@ class Reducer:
         try:
             # All rounds of this backward first launch what they have left, in the same order on all ranks: waiting
             # for one while another rank waits for a second one would be for ever.
-            for reducer in sorted(_in_this_backward(self), key=attrgetter("serial")):
-                reducer._launch_rest()
+            for reducer in _in_this_backward(self):
+                reducer.launch_rest()
             while opened.delivered < len(opened.launched):
                 self._deliver_next(opened)
             self._finish(opened)
@@ -355,12 +561,13 @@ class Reducer:
         finally:
             self._forget_round()
         self.rounds += 1
+        self._number += 1
 
     def _report(self, opened: Round, ended_at: float) -> None:
         if self.recorder is not None:
             self.recorder(
                 RoundClosed(
-                    round=opened.number,
+                    round=opened.identity.number,
                     forward_at=self._forward_at,
                     opened_at=opened.opened_at,
                     first_launch_at=opened.first_launch_at,
@@ -379,15 +586,33 @@ class Reducer:
     def _make_plan(self) -> None:
         order, gradients = self._arrivals.order, [slot.grad for slot in self._slots]
         by_rows = self.delivery.hook is None  # a hook wants to see the whole
+        assert self._round is not None
+        self._meet(self._round)
         self.plan = agree_on_plan(self.specs, order, gradients, self._transport, self.options, by_rows)
-        self.delivery.measure_weights()
         extra = 3 + len(self.plan.sparse)
         self.buckets = make_buckets(self.plan.buckets, self.specs, self._transport, extra)
         for number, planned in enumerate(self.plan.buckets):
             for place in planned.places:
                 self._arrivals.bucket_of[place.index] = number
+                self.gradients.place(place.index, self.buckets[number])
                 if self._comes_by_itself(place.index) and not planned.by_rows:
                     self._arrivals.large.add(place.index)
+
+    def _meet(self, opened: Round) -> None:
+        """In the first round, or the first with other parameters: the ranks compare what they have set."""
+        described = self._about.describe()
+        said = digest(f"{self.settings}\n{described}")
+        fellows = [other for other in _in_this_backward(self) if other is not self]
+        twins = any(other._about.describe() == described for other in fellows)
+        mine = [self.delivery.weight_as_integer(), said, self.serial, opened.position, int(twins)]
+        rows = self._transport.gather(mine)
+        if len({row[1] for row in rows}) > 1:
+            raise self._mismatch(opened, Kind.CHANGE)
+        if len({row[3] for row in rows if row[4]}) > 1 and not self._about.begun_alike:
+            raise crossed(self.rank, self._about.name, [row[3] for row in rows])
+        self.serial = rows[0][2]
+        opened.identity = opened.identity._replace(module=self.serial)
+        self.delivery.measure_weights([row[0] for row in rows])
 
     def _comes_by_itself(self, index: int) -> bool:
         """Whether its gradient is brought to its bucket as soon as it arrives."""
@@ -404,7 +629,7 @@ class Reducer:
         self._slots[index].grad = None
         return gradient
 
-    def _launch_rest(self) -> None:
+    def launch_rest(self) -> None:
         """At the end of backward: launches what has not left yet, the last bucket with what concerns the round."""
         opened = self._round
         assert opened is not None
@@ -420,7 +645,7 @@ class Reducer:
         for number in range(len(opened.launched), last):
             self._launch(opened, number)
         sparse_used = [self._has_gradient(index) for index in self.plan.sparse]
-        incomplete = self._strict and not opened.shadow and bool(self._missing())
+        incomplete = self._strict and not opened.identity.follows and bool(self._missing())
         told = [bool(opened.late_gradients), incomplete, bool(self.known_rows), *sparse_used]
         self._launch(opened, last, extra=told)
 
@@ -431,22 +656,31 @@ class Reducer:
         """Sparse gradients, and the second pass if any rank asked for one."""
         assert self.plan is not None
         last = opened.launched[-1].bucket
+        self._check_labels(opened, [one for one in opened.launched if one.bucket.plan.device.type != "cpu"])
+        if opened.fingerprint is not None and self.comparison is not None:
+            self.comparison.agreed(opened.fingerprint, opened.identity.number)
         opened.corrected, incomplete, rows_known, *sparse_used = last.read_extra()
         weight = self.delivery.total_weight(last)
         for index, used in zip(self.plan.sparse, sparse_used, strict=True):
             if used:
                 known = self.known_rows.get(self.specs[index].name)
                 self.delivery.carry_sparse(index, weight, known, rows_known)
+                self.gradients.gave(index, self.rounds)
             elif index in self.dirty:  # by ranks of no weight: as if nobody had
                 self._slots[index].grad = None
         if opened.corrected:
-            self.delivery.carry_late(self.plan.buckets, opened.late_gradients)
+            self.delivery.carry_late(self.plan.buckets, opened.late_gradients, opened.identity.label(Kind.LATE))
+            for index in range(len(self.parameters)):
+                self.gradients.gave(index, self.rounds)
         if incomplete:
-            self._unfinished = strict.not_all_used(self.rank, opened.number, self._missing(), self._names())
+            self._unfinished = strict.not_all_used(self.rank, opened.identity.number, self._missing(), self._names())
         self.delivery.end_round(weight)
 
     def _forget_round(self) -> None:
-        _open_rounds.discard(self)
+        if self._round is not None:
+            self._stepped = False if self._round.launched else self._stepped
+        with _listing:
+            _open_rounds.discard(self)
         self._arrivals.forget_round()
         self._backward.forget()
         self._round = None
@@ -465,3 +699,11 @@ class Reducer:
 
     def _names(self) -> list[str]:
         return [spec.name for spec in self.specs]
+
+
+def _runs_elsewhere(thread: int) -> bool:
+    """Whether another thread, which is alive, has opened a round: its backward runs, or its own next one finds out.
+
+    (A thread of autograd's own, for a GPU, is not known to Python, and says nothing.)
+    """
+    return thread != threading.get_ident() and thread in {one.ident for one in threading.enumerate()}

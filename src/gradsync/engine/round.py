@@ -8,6 +8,8 @@ from enum import Enum, auto
 from torch import Tensor
 
 from gradsync.engine.delivery import InFlight
+from gradsync.engine.identity import Identity
+from gradsync.guard.replicas import Fingerprint
 
 
 class Phase(Enum):
@@ -20,8 +22,16 @@ class Phase(Enum):
 class Round:
     """One synchronisation, from its first sign to its last gradient delivered."""
 
-    number: int
+    identity: Identity
     opened_at: float
+    fingerprint: Fingerprint | None = None
+    thread: int = 0  # in which it was opened
+    position: int = 0  # how many rounds of other modules this backward had opened before
+    second_order: bool = False  # by a backward with `create_graph=True`
+    own: set[int] = field(default_factory=set)
+    """Parameters whose `.grad` is a tensor of the user's, which has to become the result."""
+    saved: dict[int, Tensor] = field(default_factory=dict)
+    """For buckets of which somebody still holds a part of what an earlier round left there: what that was."""
     launched: list[InFlight] = field(default_factory=list)  # a prefix of the plan
     late: set[int] = field(default_factory=set)
     late_gradients: dict[int, Tensor] = field(default_factory=dict)
@@ -30,5 +40,4 @@ class Round:
     reduced_at: float = 0.0
     waited: float = 0.0  # seconds
     overlapped: int = 0
-    shadow: bool = False  # on a rank without data
     corrected: bool = False

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from gradsync.engine.reducer import Reducer
 from gradsync.engine.roster import Held
 
+if TYPE_CHECKING:
+    from gradsync.engine.engine import Engine
+
 
 def synchronise_now(reducer: Reducer) -> None:
-    """Carries what backwards without synchronisation have left."""
-    if not reducer.open and reducer.dirty:
-        reducer.open_round()
-        reducer.close_round()
+    """Carries what backwards without synchronisation have left, and what was put into `.grad` by hand."""
+    reducer.forward_begins()
+    reducer.dirty.update(reducer.gradients.foreign(range(len(reducer.parameters))))
+    reducer.open_round()
+    reducer.close_round()
 
 
 def synchronise_tensors(reducer: Reducer, gradients: Sequence[Tensor | None]) -> None:
@@ -36,5 +41,15 @@ def shadow(reducer: Reducer, counted: bool) -> None:
     """On a rank without data: nothing to bring, and no say in the mean unless `counted`."""
     reducer.drop_gradients()
     reducer.delivery.weight = 1.0 if counted else 0.0
-    reducer.open_round(shadow=True)
+    reducer.open_round(follows=True)
     reducer.close_round()
+
+
+def skip_round(engines: Sequence[Engine]) -> None:
+    """On a rank that skips its batch: what a backward would have closed together is closed in the same order."""
+    for engine in engines:
+        engine.ready_to_skip()
+    for engine in sorted(engines, key=lambda engine: engine.reducer.serial):
+        engine.reducer.launch_rest()
+    for engine in sorted(engines, key=lambda engine: engine.reducer.serial):
+        engine.skip_round()

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from gradsync.errors import ModelMismatchError, ReplicaDivergedError, UnsuitableModuleError
+from gradsync.errors import (
+    ModelMismatchError,
+    OptionsMismatchError,
+    ReplicaDivergedError,
+    UnsuitableModuleError,
+)
 from gradsync.guard.fingerprint import digest
+from gradsync.guard.replicas import of_all
 from gradsync.transport.base import Transport
 
 _SHOWN = 5  # differences listed in an error
@@ -52,21 +60,99 @@ def check_layers(module: nn.Module) -> None:
 
 
 def check_same_model(
-    parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], transport: Transport, serial: int
-) -> int:
-    """Compares names, shapes, dtypes, strides and `requires_grad` over all ranks.
+    parameters: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    settings: str,
+    transport: Transport,
+    serial: int,
+) -> Agreed:
+    """Compares options, names, shapes, dtypes, strides and `requires_grad` over all ranks.
 
-    Returns rank 0's `serial`, a number by which all ranks can call this replicated module. One
-    small exchange of digests; only if they differ are the descriptions themselves exchanged, so
+    One small exchange of digests; only if they differ are the descriptions themselves exchanged, so
     that every rank can raise the same error.
     """
     mine = _describe(parameters, buffers)
-    digest = int.from_bytes(hashlib.sha256("\n".join(mine).encode()).digest()[:7], "big")
-    rows = transport.gather([digest, serial])
-    if len({row[0] for row in rows}) == 1:
-        return rows[0][1]
-    described = transport.gather_text("\n".join(mine))
-    raise ModelMismatchError(_differences([text.split("\n") for text in described], transport.rank))
+    model, set_alike = _number("\n".join(mine)), _number(settings)
+    rows = transport.gather([model, set_alike, serial, of_all(list(parameters.values()))])
+    if len({row[1] for row in rows}) > 1:
+        raise different_settings(transport.rank, transport.gather_text(settings))
+    if len({row[0] for row in rows}) > 1:
+        described = transport.gather_text("\n".join(mine))
+        raise ModelMismatchError(_differences([text.split("\n") for text in described], transport.rank))
+    return Agreed(rows[0][2], model, [row[3] for row in rows])
+
+
+class Agreed(NamedTuple):
+    """What all ranks know after they have compared their models."""
+
+    serial: int
+    """Rank 0's number for this replicated module, by which all can call it."""
+    model: int
+    """A digest of names and shapes."""
+    values: list[int]
+    """A digest of the values with which each rank came."""
+
+
+def _number(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+
+
+def different_settings(rank: int, settings: Sequence[str]) -> OptionsMismatchError:
+    """Lists what is set differently, by rank. Each text has a line `name: value` for everything; "": not known."""
+    tables = [dict(line.split(": ", 1) for line in text.split("\n") if line) for text in settings]
+    lines = []
+    for name in dict.fromkeys(name for table in tables for name in table):
+        by_value: dict[str, list[int]] = {}
+        for r, table in enumerate(tables):
+            if table:
+                by_value.setdefault(table.get(name, "nothing"), []).append(r)
+        if len(by_value) > 1:
+            said = ", ".join(f"{value} on rank {', '.join(map(str, ranks))}" for value, ranks in by_value.items())
+            lines.append(f"  {name}: {said}")
+    listed = "\n".join(lines)
+    return OptionsMismatchError(
+        f"rank {rank}: the ranks were given different options or hooks, so that they would send each other different "
+        f"things, or make different things of them:\n{listed}\nGive all ranks the same, before the same backward."
+    )
+
+
+def crossed(rank: int, name: str, positions: Sequence[int]) -> ModelMismatchError:
+    """Modules with equal parameters are in one backward, and at different places of it on different ranks."""
+    places = ", ".join(f"{position + 1}. on rank {r}" for r, position in enumerate(positions))
+    return ModelMismatchError(
+        f"rank {rank}: several modules with the same parameters are trained in one backward, and this {name} comes as "
+        f"the {places}. They were replicated in another order on some rank, so that one module's gradients would be "
+        "added to another's. Replicate them in the same order on all ranks (a set has none), or with one call, "
+        "gradsync.replicate([first, second]). If only their use differs, seed all ranks alike before building them."
+    )
+
+
+class Beginnings:
+    """With which values replicated modules began on each rank, before rank 0's were broadcast.
+
+    Ranks that were seeded alike hold the same ones. Two modules of which one rank has in one place what others have in
+    the other were replicated in another order there.
+    """
+
+    def __init__(self) -> None:
+        self._of: list[tuple[weakref.ref[object], int, list[int]]] = []
+
+    def add(self, module: nn.Module, model: int, values: Sequence[int], rank: int) -> None:
+        """`model`: a digest of names and shapes; `values`: of the values, by rank."""
+        self._of = [one for one in self._of if one[0]() is not None]
+        mine = list(values)
+        for _, other, theirs in self._of:
+            if other != model or len(theirs) != len(mine) or theirs[0] == mine[0]:
+                continue
+            for r in range(1, len(mine)):
+                if mine[r] == theirs[0] and theirs[r] == mine[0]:
+                    raise ModelMismatchError(
+                        f"rank {rank}: rank {r} has replicated two modules with the same parameters, of class "
+                        f"{type(module).__name__}, in another order than rank 0: each of them held the values of the "
+                        "other. Replicate them in the same order on all ranks (a set has none), or with one call, "
+                        "gradsync.replicate([first, second])."
+                    )
+        self._of.append((weakref.ref(module), model, mine))
 
 
 def check_same_values(tensors: Mapping[str, Tensor], transport: Transport) -> None:

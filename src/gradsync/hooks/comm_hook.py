@@ -85,6 +85,10 @@ class HookWork(NamedTuple):
     def done(self) -> bool:
         return bool(self.future.done() and self.tail.done())
 
+    def differing(self) -> int:
+        found: int = self.tail.differing()
+        return found
+
     def wait(self) -> None:
         self._wait_within_limit()
         result = self.future.wait()

@@ -1,0 +1,131 @@
+"""Whose memory `.grad` is: ours, delivered by a round, or somebody else's, in which case it must be respected.
+
+Most of the time a gradient is a view of its bucket and nobody looks at it between the optimizer's step and the next
+round. But `.grad` belongs to the user, who may
+
+- keep a gradient over rounds: what is kept must not change, so the bucket parts with it before it is filled again;
+- give a parameter a `.grad` of their own, a view of a flat tensor for example: that has to hold the result;
+- put there what no round has synchronized: an optimizer must not step on it.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Sequence, Set
+
+from torch import Tensor
+
+from gradsync import _torch
+from gradsync.engine.bucket import Bucket
+from gradsync.engine.delivery import InFlight
+from gradsync.engine.face import Face
+from gradsync.engine.roster import HasGrad
+
+# References to a gradient while it is looked at: the parameter's, the list's, the loop's and the call's.
+_USUAL = 4
+
+
+class Gradients:
+    """What is in `.grad` of a list of parameters, between rounds."""
+
+    def __init__(self, slots: Sequence[HasGrad], as_view: bool) -> None:
+        self._slots = list(slots)
+        self._as_view = as_view
+        self._places: dict[int, tuple[Bucket, int]] = {}
+        self._given: dict[int, weakref.ref[Tensor]] = {}  # what was delivered that is not a view of a bucket
+        self._own: set[int] = set()  # of those, what the user had put there
+        self._latest: dict[Bucket, tuple[int, Sequence[bool]]] = {}  # the round that delivered it, and who was used
+        self._single: dict[int, int] = {}  # the same for what has no bucket
+
+    def place(self, index: int, bucket: Bucket) -> None:
+        """The plan has put a parameter there."""
+        self._places[index] = bucket, bucket.indices.index(index)
+
+    # --- before a round --------------------------------------------------------------------------
+
+    def look(self, dirty: Set[int]) -> set[int]:
+        """Parameters whose `.grad` is the user's own, so that it has to hold the result.
+
+        One that is dirty was made by autograd, unless somebody else has it, or the memory, too.
+        """
+        if not self._as_view:
+            return set()  # the result is copied to what is there anyway
+        own = set()
+        found = [None if isinstance(slot, Face) else slot.grad for slot in self._slots]
+        for index, gradient in enumerate(found):
+            if gradient is None or self._is_view(index, gradient):
+                continue
+            if self._is_given(index, gradient) and index not in self._own:
+                continue
+            if index not in dirty or sys.getrefcount(gradient) > _USUAL or not _torch.is_alone(gradient):
+                own.add(index)
+        return own
+
+    def let_go(self, bucket: Bucket) -> bool:
+        """Makes sure that nobody else has the memory of a bucket; False if somebody may have."""
+        found: list[Tensor | None] = []
+        for index in bucket.indices:
+            slot = self._slots[index]
+            if isinstance(slot, Face):
+                if slot.shows_what_was_given():
+                    return True  # not zeroed: the next round adds to it
+                found.append(None)
+            else:
+                found.append(slot.grad)
+        return bucket.let_go(found)
+
+    # --- after it --------------------------------------------------------------------------------
+
+    def delivered(self, flight: InFlight, used: Sequence[bool], number: int) -> None:
+        """Round `number` has delivered a bucket."""
+        self._latest[flight.bucket] = number, used
+        if self._as_view and flight.is_plain:
+            return
+        for at, index in enumerate(flight.bucket.indices):
+            if used[at] and (gradient := self._slots[index].grad) is not None:
+                self._given[index] = weakref.ref(gradient)
+                self._own.discard(index)
+                if at in flight.own:
+                    self._own.add(index)
+
+    def gave(self, index: int, number: int) -> None:
+        """The same for one parameter that went by itself."""
+        self._single[index] = number
+        if (gradient := self._slots[index].grad) is not None and not self._is_view(index, gradient):
+            self._given[index] = weakref.ref(gradient)
+
+    # --- before a step ---------------------------------------------------------------------------
+
+    def foreign(self, among: Sequence[int]) -> list[int]:
+        """Those of them that have a `.grad` which no round has delivered."""
+        found = []
+        for index in among:
+            slot = self._slots[index]
+            if isinstance(slot, Face):
+                if slot.shows_what_nobody_gave():
+                    found.append(index)
+                continue
+            gradient = slot.grad
+            if gradient is None or self._is_view(index, gradient) or self._is_given(index, gradient):
+                continue
+            found.append(index)
+        return found
+
+    def delivered_since(self, index: int, number: int) -> bool:
+        """Whether round `number` or a later one has delivered a gradient for it."""
+        if self._single.get(index, -1) >= number:
+            return True
+        bucket, at = self._places.get(index, (None, 0))
+        if bucket is None or bucket not in self._latest:
+            return False
+        latest, used = self._latest[bucket]
+        return latest >= number and used[at]
+
+    def _is_view(self, index: int, gradient: Tensor) -> bool:
+        bucket, at = self._places.get(index, (None, 0))
+        return bucket is not None and bucket.views[at] is gradient
+
+    def _is_given(self, index: int, gradient: Tensor) -> bool:
+        given = self._given.get(index)
+        return given is not None and given() is gradient
