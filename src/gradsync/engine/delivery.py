@@ -6,6 +6,7 @@ way its parameters' `.grad` is None: nothing can write into memory that is being
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import NamedTuple
@@ -139,11 +140,11 @@ class Delivery:
             rows = self._launch_rows(bucket, None, False, label)
             return InFlight(bucket, rows, nobody, bucket.none_held, rows)
         bucket.data.zero_()
-        return InFlight(bucket, self._start(bucket, number, last, label), nobody, bucket.none_held)
+        return InFlight(bucket, self._start(bucket, number, last, label, tolerant=True), nobody, bucket.none_held)
 
-    def _start(self, bucket: Bucket, number: int, last: bool, label: Label) -> Work:
+    def _start(self, bucket: Bucket, number: int, last: bool, label: Label, tolerant: bool = False) -> Work:
         if self.hook is not None:
-            return self._launch_hook(bucket, number, last, label)
+            return self._launch_hook(bucket, number, last, label, tolerant)
         return self._transport.reduce(bucket.buffer, self._scale(), label)
 
     def _launch_rows(self, bucket: Bucket, gradient: Tensor | None, used: bool, label: Label) -> RowWork:
@@ -178,17 +179,24 @@ class Delivery:
         slots = self.slots
         return [slots[index] for index in bucket.indices]
 
-    def _launch_hook(self, bucket: Bucket, number: int, last: bool, label: Label) -> Work:
+    def _launch_hook(self, bucket: Bucket, number: int, last: bool, label: Label, tolerant: bool) -> Work:
+        """`tolerant`: the bucket is worth nothing, and so is what a hook says that has failed already."""
         assert self.hook is not None
         hook, state = self.hook
         if self._latest_hook is not None and bucket.plan.device.type == "cpu":
             # A hook may start further collectives when its first one is done, from whatever thread that is. Two
             # such hooks at a time would start them in different orders on different ranks.
-            self._latest_hook.wait()
+            with contextlib.suppress(*[Exception] if tolerant else []):
+                self._latest_hook.wait()
         parameters = [self._computing[place.index] for place in bucket.plan.places]
         seen = GradBucket(bucket.data, bucket.views, parameters, number, last)
         tail = self._transport.reduce(bucket.tail, self._scale(), label)
-        self._latest_hook = comm_hook.launch(hook, state, seen, tail, self._transport.rank, self._transport.limit)
+        try:
+            self._latest_hook = comm_hook.launch(hook, state, seen, tail, self._transport.rank, self._transport.limit)
+        except Exception:
+            if not tolerant:
+                raise
+            return tail
         return self._latest_hook
 
     @property

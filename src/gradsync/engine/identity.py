@@ -106,18 +106,11 @@ def explain(rank: int, positions: Sequence[Position | None]) -> GradsyncError:
     for other in told:
         if other.settings != told[0].settings:
             return different_settings(rank, [p.settings if p else "" for p in positions])
-    changed = [p is not None and p.kind == Kind.CHANGE for p in positions]
-    if any(changed):
-        first = changed.index(True)
-        one = positions[first]
-        assert one is not None
-        others = [(r, p) for r, p in enumerate(positions) if p is not None and p.parameters != one.parameters]
-        if others:
-            second, other = others[0]
-            text = list_differences(other.parameters, one.parameters, f"on rank {first}")
+        if other.parameters != told[0].parameters and any(position.kind == Kind.CHANGE for position in told):
+            text = list_differences(told[0].parameters, other.parameters, f"on rank {positions.index(other)}")
             return RosterChangedError(
-                f"rank {rank}: parameters were frozen, unfrozen, converted or replaced on rank {first}, but not in the "
-                f"same way, or not by the same values, on rank {second}:\n{text}\n"
+                f"rank {rank}: parameters were frozen, unfrozen, converted or replaced in different ways, or by "
+                f"different values, on different ranks:\n{text}\n"
                 "Make the same change on all ranks before the same backward."
             )
     where = "\n".join(

@@ -14,6 +14,7 @@ import sys
 import weakref
 from collections.abc import Sequence, Set
 
+import torch
 from torch import Tensor
 
 from gradsync import _torch
@@ -54,7 +55,7 @@ class Gradients:
         own = set()
         found = [None if isinstance(slot, Face) else slot.grad for slot in self._slots]
         for index, gradient in enumerate(found):
-            if gradient is None or self._is_view(index, gradient):
+            if gradient is None or gradient.layout is not torch.strided or self._is_view(index, gradient):
                 continue
             if self._is_given(index, gradient) and index not in self._own:
                 continue
@@ -83,7 +84,8 @@ class Gradients:
         if self._as_view and flight.is_plain:
             return
         for at, index in enumerate(flight.bucket.indices):
-            if used[at] and (gradient := self._slots[index].grad) is not None:
+            slot = self._slots[index]
+            if used[at] and not isinstance(slot, Face) and (gradient := slot.grad) is not None:
                 self._given[index] = weakref.ref(gradient)
                 self._own.discard(index)
                 if at in flight.own:
@@ -92,7 +94,8 @@ class Gradients:
     def gave(self, index: int, number: int) -> None:
         """The same for one parameter that went by itself."""
         self._single[index] = number
-        if (gradient := self._slots[index].grad) is not None and not self._is_view(index, gradient):
+        slot = self._slots[index]
+        if not isinstance(slot, Face) and (gradient := slot.grad) is not None and not self._is_view(index, gradient):
             self._given[index] = weakref.ref(gradient)
 
     # --- before a step ---------------------------------------------------------------------------

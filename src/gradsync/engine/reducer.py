@@ -20,6 +20,7 @@ happen.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 import weakref
@@ -43,7 +44,14 @@ from gradsync.engine.plan import Plan
 from gradsync.engine.roster import HasGrad, Managed
 from gradsync.engine.round import Phase, Round
 from gradsync.engine.sparse_rows import KnownRows
-from gradsync.errors import GradsyncError, ReplicaLostError, RoundTimeoutError, UnfinishedRoundError
+from gradsync.errors import (
+    ForkedError,
+    GradsyncError,
+    HookError,
+    ReplicaLostError,
+    RoundTimeoutError,
+    UnfinishedRoundError,
+)
 from gradsync.events import BucketLaunched, Recorder, RoundClosed
 from gradsync.guard import strict, unsynchronised
 from gradsync.guard.replicas import Comparison
@@ -91,6 +99,7 @@ class Reducer:
         """How many have closed."""
         self.settings = about.settings
         """What must be set alike on all ranks, a line `name: value` for each."""
+        self._process = os.getpid()
         self.comparison: Comparison | None = None
         """Compares the replicas' parameters while training; None: nobody does."""
         self._number = 0  # of the next round, as all ranks of the group count them
@@ -114,7 +123,9 @@ class Reducer:
         self._unfinished: UnfinishedRoundError | None = None
         self._backward = Backward(at_end=self.close_round)
         self._managed: list[Managed] = []
-        self._ever: MutableMapping[Tensor, None] = WeakTensorKeyDictionary()  # all that were managed at any time
+        # All that were managed at any time. A DTensor is held: torch can't convert one that is referred to weakly.
+        self._ever: MutableMapping[Tensor, None] = WeakTensorKeyDictionary()
+        self._ever_held: dict[int, Tensor] = {}
         self._begin_with(managed)
         self._remember()
         self.synchronise(True)
@@ -220,7 +231,9 @@ class Reducer:
             return
         try:
             self._launch_nothing(opened, Kind.ABANDONED)
-            self._await_all(opened)
+            # If it was a hook that failed, that is known.
+            with contextlib.suppress(*[HookError, RuntimeError] if self.delivery.hook is not None else []):
+                self._await_all(opened)
             if opened.launched[-1].work.differing() & IDENTITY:
                 raise self._mismatch(opened, Kind.ABANDONED)
             self._number += 1
@@ -245,11 +258,16 @@ class Reducer:
         except (ReplicaLostError, RoundTimeoutError) as error:
             raise type(error)(f"{error} {self._where(opened, number)}", error.ranks) from None
 
-    def _mismatch(self, opened: Round, kind: Kind) -> GradsyncError:
+    def _mismatch(self, opened: Round, kind: Kind, described: str = "") -> GradsyncError:
         """After all that was sent has come home: says to the other ranks where this one is, and hears where they are."""
         identity = opened.identity
         mine = Position(
-            self._about.name, identity.number, kind, bool(identity.stepped), self.settings, self._about.describe()
+            self._about.name,
+            identity.number,
+            kind,
+            bool(identity.stepped),
+            self.settings,
+            described or self._about.describe(),
         )
         positions: list[Position | None] = [None] * self.size
         positions[self.rank] = mine
@@ -302,14 +320,18 @@ class Reducer:
         # A parameter that nobody listened to until now may have a gradient that nobody saw arrive.
         for index, one in enumerate(managed):
             # (One that was frozen in between has what an earlier round left.)
-            seen = id(one.parameter) in dirty or one.parameter not in self._ever
+            seen = id(one.parameter) in dirty or not self._was_managed(one.parameter)
             if seen and one.slot.grad is not None:
                 self.dirty.add(index)
         self._remember()
         del before
 
     def _remember(self) -> None:
-        self._ever.update(dict.fromkeys(self.parameters))
+        self._ever.update(dict.fromkeys(p for p in self.parameters if not _torch.is_dtensor(p)))
+        self._ever_held.update({id(p): p for p in self.parameters if _torch.is_dtensor(p)})
+
+    def _was_managed(self, parameter: Tensor) -> bool:
+        return id(parameter) in self._ever_held if _torch.is_dtensor(parameter) else parameter in self._ever
 
     def divide_by(self, divisor: float) -> None:
         """From the next round on a gradient is the sum over the ranks divided by `divisor`."""
@@ -344,13 +366,13 @@ class Reducer:
         """
         changed, self.settings = settings != self.settings, settings
         if self.plan is not None and (changed or self._changes or described):
-            self._ask(Identity(self.serial, self._number, None, digest(f"{settings}\n{described}", 7)))
+            self._ask(Identity(self.serial, self._number, None, digest(f"{settings}\n{described}", 7)), described)
         for change in self._changes:
             change()
         self._changes.clear()
 
     @torch.no_grad()
-    def _ask(self, identity: Identity) -> None:
+    def _ask(self, identity: Identity, described: str) -> None:
         asked = Round(identity, time.perf_counter())
         label = identity.label(Kind.CHANGE)
         data = self.buckets[0].data
@@ -362,7 +384,7 @@ class Reducer:
         if first.work.differing():
             self._launch_nothing(asked, Kind.CHANGE)
             self._await_all(asked)
-            raise self._mismatch(asked, Kind.CHANGE)
+            raise self._mismatch(asked, Kind.CHANGE, described)
         data.copy_(saved)
         self.delivery.forget_hook()
 
@@ -454,6 +476,11 @@ class Reducer:
     @torch.no_grad()
     def open_round(self, follows: bool = False) -> None:
         """`follows`: on a rank without data, which takes part in a round of the others."""
+        if os.getpid() != self._process:
+            raise ForkedError(
+                f"this process was forked from rank {self.rank}, which alone can take part in rounds. In a child (a "
+                "data loader's worker, for example) use the model without backward."
+            )
         stepped = None if follows or self._number == 0 else self._stepped
         identity = Identity(self.serial, self._number, stepped, digest(self.settings, 7), follows)
         opened = self._round = Round(identity, time.perf_counter(), thread=threading.get_ident())

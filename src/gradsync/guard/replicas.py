@@ -24,6 +24,7 @@ TURNS = 100
 _EVERYTHING_UNTIL = 64
 # Less than this is not worth cutting: it is looked at in one go.
 _LEAST_BYTES = 64 * 1024
+_SMALL = 256 * 1024  # bytes
 _ALIGNED = 64  # elements: pieces begin there
 _SHOWN = 5
 _MASK = 2**31 - 1
@@ -61,8 +62,9 @@ class Comparison:
         self._names = list(tensors)
         self._always = everything
         self._turns = _take_turns(list(self._tensors.values()))
-        self._all = [piece for turn in self._turns for piece in turn]
-        self._seen = dict.fromkeys(self._all, -1)  # the latest round in which it was the same everywhere
+        self._all = _whole(list(self._tensors.values()))
+        # The latest round in which it was the same everywhere.
+        self._seen = dict.fromkeys([piece for turn in self._turns for piece in turn], -1)
 
     def of_round(self, number: int) -> Fingerprint | None:
         """What this rank holds now of what round `number` compares."""
@@ -71,7 +73,7 @@ class Comparison:
         return take(list(self._tensors.values()), pieces)
 
     def agreed(self, fingerprint: Fingerprint, number: int) -> None:
-        self._seen.update(dict.fromkeys(fingerprint.pieces, number))
+        self._seen.update(dict.fromkeys(self._seen if fingerprint.pieces is self._all else fingerprint.pieces, number))
 
     def error(self, transport: Transport, number: int) -> ReplicaDivergedError:
         """Finds out what differs; all ranks do this together."""
@@ -103,14 +105,22 @@ def take(tensors: Sequence[Tensor], pieces: Sequence[Piece]) -> Fingerprint | No
         flat = in_memory_order(tensors[piece.parameter])
         # A parameter of another size than before has other pieces; that is found out elsewhere.
         by_device.setdefault(flat.device, []).append(flat[piece.start : piece.stop])
-    sums = [found for parts in by_device.values() if (found := checksum(parts)) is not None]
+    sums: list[Tensor] = []
+    for parts in by_device.values():
+        # Small ones together, which makes a copy of them; large ones where they are.
+        together = [[part for part in parts if part.nbytes < _SMALL], *([p] for p in parts if p.nbytes >= _SMALL)]
+        sums += [found for some in together if (found := checksum(some)) is not None]
     return Fingerprint(sums, pieces) if sums else None
 
 
 def of_all(tensors: Sequence[Tensor]) -> int:
     """A fingerprint of everything, as a number of 31 bits."""
-    found = take(tensors, [piece for turn in _take_turns(tensors) for piece in turn])
+    found = take(tensors, _whole(tensors))
     return 0 if found is None else found.value()
+
+
+def _whole(tensors: Sequence[Tensor]) -> list[Piece]:
+    return [Piece(index, 0, in_memory_order(tensor).numel()) for index, tensor in enumerate(tensors)]
 
 
 def _take_turns(tensors: Sequence[Tensor]) -> list[list[Piece]]:
