@@ -138,12 +138,12 @@ class DistributedDataParallel(TorchPrivate, JoinableReplica, Replica, nn.Module,
         if static_graph:
             self._set_static_graph()
 
-    def _connect(self, group: dist.ProcessGroup, options: Options) -> None:
+    def _connect(self, group: dist.ProcessGroup, options: Options, alone: bool = False) -> None:
         self.process_group = group
         ignored = frozenset(self.parameters_to_ignore)
         form = None if self.mixed_precision is None else self.mixed_precision.form()
         may_talk = options.init_sync != "none"
-        transport = choose(group, options.transport, self._module_parameters, own=may_talk, meet=may_talk)
+        transport = choose(group, options.transport, self._module_parameters, own=may_talk, meet=may_talk, alone=alone)
         engine = Engine([self.module], transport, options, ignored, form)
         engine.group = group
         engine.spares_evaluation = True
@@ -264,7 +264,7 @@ class DistributedDataParallel(TorchPrivate, JoinableReplica, Replica, nn.Module,
         """Loaded from a file: over the default group, without communication."""
         options = dataclasses.replace(state.pop("_saved_options"), init_sync="none", transport="auto")
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._connect(resolve_group(None, self.device_type), options)
+        self._connect(resolve_group(None, self.device_type), options, alone=True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
         duplicate = type(self).__new__(type(self))
@@ -272,7 +272,7 @@ class DistributedDataParallel(TorchPrivate, JoinableReplica, Replica, nn.Module,
         state = self.__getstate__()
         options = dataclasses.replace(state.pop("_saved_options"), init_sync="none", transport="auto")
         nn.Module.__setstate__(duplicate, {key: copy.deepcopy(value, memo) for key, value in state.items()})
-        duplicate._connect(self.process_group, options)
+        duplicate._connect(self.process_group, options, alone=True)
         return duplicate
 
     def __getattr__(self, name: str) -> Any:

@@ -74,7 +74,7 @@ class Engine:
         form: Form | None = None,
         left_alone: Iterable[Tensor] = (),
     ) -> None:
-        """`ignored`: names inside the modules; `left_alone`: what is outside of them, and not to be warned of either."""
+        """`ignored`: names inside the modules; `left_alone`: parameters outside of them, of which nobody is warned."""
         self.modules = list(modules)
         self.module = self.modules[0]
         self.transport = transport

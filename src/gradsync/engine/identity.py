@@ -1,7 +1,7 @@
-"""Which round it is: what travels with every bucket, and what ranks say of themselves when they were not in the same one.
+"""Which round it is: what travels with every bucket, and what ranks say of themselves when it was not the same one.
 
-Nothing but the order of collectives ties a bucket of one rank to that of another. A rank that skipped a batch, or made a
-backward that the others did not make, is one round off, and what it sends would be added to something else. So each
+Nothing but the order of collectives ties a bucket of one rank to that of another. A rank that skipped a batch, or made
+a backward that the others did not make, is one round off, and what it sends would be added to something else. So each
 bucket carries a label (see `transport/label.py`), which every rank checks before it delivers anything:
 
     bits   0 ..  7   module     the serial number of the replicated module

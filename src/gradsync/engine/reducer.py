@@ -259,7 +259,7 @@ class Reducer:
             raise type(error)(f"{error} {self._where(opened, number)}", error.ranks) from None
 
     def _mismatch(self, opened: Round, kind: Kind, described: str = "") -> GradsyncError:
-        """After all that was sent has come home: says to the other ranks where this one is, and hears where they are."""
+        """After all that was sent has come home: says to the other ranks where this one is, and hears from them."""
         identity = opened.identity
         mine = Position(
             self._about.name,
@@ -360,7 +360,7 @@ class Reducer:
             self._changes.append(change)
 
     def confirm(self, settings: str, described: str) -> None:
-        """Before something changes that all ranks must change alike: they say so, in the place of a round's first bucket.
+        """Before something changes that all ranks must change alike: they say so, in place of a round's first bucket.
 
         If some don't, because they know of no change, theirs is a bucket of a round, and all ranks raise.
         """
@@ -631,6 +631,7 @@ class Reducer:
         said = digest(f"{self.settings}\n{described}")
         fellows = [other for other in _in_this_backward(self) if other is not self]
         twins = any(other._about.describe() == described for other in fellows)
+        self._transport.check_met()
         mine = [self.delivery.weight_as_integer(), said, self.serial, opened.position, int(twins)]
         rows = self._transport.gather(mine)
         if len({row[1] for row in rows}) > 1:

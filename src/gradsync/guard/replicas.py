@@ -80,20 +80,20 @@ class Comparison:
         found = _compare(self._tensors, transport)
         if not found.names:
             return ReplicaDivergedError(
-                f"rank {transport.rank}: the replicas had different parameters when round {number} began, and no longer "
-                "have: something changes them while others use them."
+                f"rank {transport.rank}: the replicas had different parameters when round {number} began, and no "
+                "longer have: something changes them while others use them."
             )
         seen = dict.fromkeys(self._names, -1)
         for at, name in enumerate(self._names):
             seen[name] = min((r for piece, r in self._seen.items() if piece.parameter == at), default=-1)
         first = found.names[0]
-        since = f"after round {seen[first]}" if seen[first] >= 0 else "before the first comparison"
+        since = f"between rounds {seen[first]} and {number}" if seen[first] >= 0 else f"before round {number}"
         return ReplicaDivergedError(
-            f"rank {transport.rank}: the replicas have diverged: {found}. '{first}' began to differ {since} and before "
-            f"round {number}. Something changed parameters on some ranks only, or in another way: another learning rate "
-            "or weight decay, a checkpoint loaded or a step taken or left out by one rank, `.grad` changed after backward, "
-            "noise from a generator of its own, or other hardware or numbers of threads, which round differently. Do "
-            "the same on all ranks, or load the same checkpoint. Who wants replicas that differ passes verify='never'.",
+            f"rank {transport.rank}: the replicas have diverged: {found}. '{first}' began to differ {since}. Something "
+            "changed parameters on some ranks only, or in another way: another learning rate or weight decay, a "
+            "checkpoint loaded or a step taken or left out by one rank, `.grad` changed after backward, noise from a "
+            "generator of its own, or other hardware or numbers of threads, which round differently. Do the same on "
+            "all ranks, or load the same checkpoint. Who wants replicas that differ passes verify='never'.",
             found.ranks,
             found.names,
         )

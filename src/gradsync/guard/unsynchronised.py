@@ -237,8 +237,8 @@ def _error(optimizer: Optimizer, rank: int, dirty: list[str], foreign: list[str]
         "Run the last backward before a step outside of no_sync() and with set_requires_gradient_sync(True), and step "
         "after backward has ended; or call model.synchronize_gradients() on all ranks."
         if dirty
-        else "They did not come from a backward that synchronizes, but from torch.autograd.grad, torch.func or by hand. "
-        "Call model.synchronize_gradients() on all ranks before the step: it takes them too."
+        else "They did not come from a backward that synchronizes, but from torch.autograd.grad, torch.func or by "
+        "hand. Call model.synchronize_gradients() on all ranks before the step: it takes them too."
     )
     return UnsynchronizedStepError(
         f"rank {rank}: {type(optimizer).__name__}.step() on gradients that were never synchronized: {listed}. The "

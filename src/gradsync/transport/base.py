@@ -96,6 +96,9 @@ class Transport(Protocol):
     def broadcast(self, tensors: Sequence[Tensor], source: int) -> None:
         """Overwrites the tensors, of any dtypes, with those of rank `source`."""
 
+    def check_met(self) -> None:
+        """Before the first round: raises if this rank left out a meeting at the start to which the others came."""
+
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:
         """Every rank's numbers; all ranks give equally many, each fitting 64 bits."""
 

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradsync import _torch
-from gradsync.errors import InvalidOptionError, SharedMemoryError
+from gradsync.errors import InvalidOptionError, OptionsMismatchError, SharedMemoryError
 from gradsync.transport.base import Transport
 from gradsync.transport.hierarchical import HierarchicalTransport
-from gradsync.transport.meeting import Assembly, Meeting
+from gradsync.transport.meeting import Assembly, Meeting, does_not_meet, excuse
 from gradsync.transport.process_group import ProcessGroupTransport
 from gradsync.transport.shared_memory import SharedMemoryTransport
 
@@ -23,18 +23,25 @@ _log = logging.getLogger("gradsync")
 
 
 def choose(
-    group: dist.ProcessGroup, wish: str, tensors: Iterable[Tensor], own: bool = True, meet: bool = True
+    group: dist.ProcessGroup,
+    wish: str,
+    tensors: Iterable[Tensor],
+    own: bool = True,
+    meet: bool = True,
+    alone: bool = False,
 ) -> Transport:
     """A transport for `group` and such tensors. All ranks call this together, and all get the same kind.
 
     `own`: over a process group of its own, see `ProcessGroupTransport`. `meet`: whether ranks may communicate now;
-    if not, "auto" is the process group.
+    if not, "auto" is the process group. `alone`: the other ranks may not call this at all.
     """
     if wish == "auto" and meet:
         wish = os.environ.get(VARIABLE) or wish
-    base = ProcessGroupTransport(group, own)
+    base = ProcessGroupTransport(group, own=False)
     if not meet and wish in ("auto", "process_group"):  # what needs no meeting
         base.reason = "nothing may be communicated while the replica is made" if wish == "auto" else "asked for"
+        if not alone and base.size > 1 and _torch.knows(base.group):
+            base.meant_to_meet = excuse(base)
         return base
     if base.size == 1 or not _torch.knows(base.group):
         _check(base, wish)
@@ -46,15 +53,17 @@ def choose(
     obstacle = f"has parameters on {', '.join(elsewhere)}" if elsewhere else ""
     assembly = Assembly(base, {"wish": wish, "obstacle": obstacle})
     try:
-        return _choose(base, assembly, wish)
-    except (InvalidOptionError, SharedMemoryError):
+        return _choose(base, assembly, wish, own)
+    except (InvalidOptionError, OptionsMismatchError, SharedMemoryError):
         assembly.part()
         raise
     finally:
         assembly.close()
 
 
-def _choose(base: ProcessGroupTransport, assembly: Assembly, wish: str) -> Transport:
+def _choose(base: ProcessGroupTransport, assembly: Assembly, wish: str, own: bool) -> Transport:
+    if excused := [rank for rank, said in enumerate(assembly.said) if said["excused"]]:
+        raise does_not_meet(base, excused)
     wishes: dict[str, list[int]] = {}
     for rank, said in enumerate(assembly.said):
         wishes.setdefault(said["wish"], []).append(rank)
@@ -62,6 +71,8 @@ def _choose(base: ProcessGroupTransport, assembly: Assembly, wish: str) -> Trans
         listed = ", ".join(f"{text!r} on rank {', '.join(map(str, ranks))}" for text, ranks in wishes.items())
         raise InvalidOptionError(f"rank {base.rank}: all ranks must ask for the same transport, but it is {listed}.")
     _check(base, wish)
+    if own:
+        base = ProcessGroupTransport(base.group)
     if wish == "process_group":
         base.reason = "asked for"
         return base

@@ -18,11 +18,11 @@ import platform
 import secrets
 import sys
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from gradsync import _torch
-from gradsync.errors import ReplicaLostError
+from gradsync.errors import OptionsMismatchError, ReplicaLostError
 from gradsync.transport import link
 from gradsync.transport.process_group import ProcessGroupTransport
 from gradsync.transport.symmetric import HostMemory
@@ -32,7 +32,7 @@ HANDSHAKE_SECONDS = 10.0
 # A rank that fails at once waits for the word of those that wait for it.
 VERDICT_SECONDS = 2 * HANDSHAKE_SECONDS
 PARTING_SECONDS = 2.0
-_VERDICT = "verdict"
+_MEETINGS, _HELLO, _VERDICT = "meetings", "hello", "verdict"
 # Where a word written after the data is also seen after it by other cores.
 _ORDERED_MACHINES = ("x86_64", "AMD64", "i686")
 # One for each set of ranks, for as long as a transport uses it.
@@ -48,6 +48,34 @@ class Meeting(NamedTuple):
     """Shared by the ranks of this host; None if something went wrong."""
     reason: str
     """Why ranks that share a host could not be connected; the same text on all ranks."""
+
+
+def excuse(group: ProcessGroupTransport) -> Callable[[], None]:
+    """Instead of a meeting: says that this rank does not come, and waits for nobody.
+
+    What it returns is called before the first round, and raises if the other ranks did come.
+    """
+    number = group.count(_MEETINGS)
+    store = _torch.store_of(group.group)
+    keys = [f"gradsync/{_topic(number, _HELLO)}/{rank}" for rank in range(group.size)]
+    store.set(keys[group.rank], json.dumps({"excused": True}))
+
+    def nobody_came() -> None:
+        there = [rank for rank, key in enumerate(keys) if store.check([key])]
+        said = _torch.read_all(store, [keys[rank] for rank in there])
+        if not all(json.loads(text)["excused"] for text in said):
+            raise does_not_meet(group, [r for r, text in zip(there, said, strict=True) if json.loads(text)["excused"]])
+
+    return nobody_came
+
+
+def does_not_meet(group: ProcessGroupTransport, excused: Sequence[int]) -> OptionsMismatchError:
+    others = [rank for rank in range(group.size) if rank not in excused]
+    return OptionsMismatchError(
+        f"rank {group.rank}: the ranks were given different options:\n  init_sync: 'none' on rank "
+        f"{', '.join(map(str, excused))}, which communicates nothing, and something else on rank "
+        f"{', '.join(map(str, others))}.\nGive all ranks the same. (DistributedDataParallel's False is 'none'.)"
+    )
 
 
 def obstacle() -> str:
@@ -66,7 +94,7 @@ class Assembly:
         """All ranks at the same time; `said` is what this rank tells the others."""
         self._group = group
         try:
-            self._number = group.count("meetings")
+            self._number = group.count(_MEETINGS)
         except RuntimeError as error:
             raise self._store_lost(error) from None
         problem, fault = obstacle() or said["obstacle"], ""
@@ -79,6 +107,7 @@ class Assembly:
         # Held until the end: what this rank says it has, it must still have when all go by it.
         self._known = {name: memory for name, memory in _memories.items() if _is_for(group.rank, memory)}
         mine = {
+            "excused": False,
             **said,
             "obstacle": problem or fault,
             "expected": not fault,
@@ -88,7 +117,7 @@ class Assembly:
             "limit": group.limit,
             "known": sorted(self._known),
         }
-        self.said: list[dict[str, Any]] = [json.loads(text) for text in self._exchange("hello", json.dumps(mine))]
+        self.said: list[dict[str, Any]] = [json.loads(text) for text in self._exchange(_HELLO, json.dumps(mine))]
 
     def part(self) -> None:
         """Before an error: the store may end with this process, and the others should learn the same from it first."""
@@ -141,7 +170,7 @@ class Assembly:
         return _torch.store_of(self._group.group).check([f"gradsync/{self._topic(_VERDICT)}/{rank}"])
 
     def _topic(self, step: str) -> str:
-        return f"meeting/{self._number}/{step}"
+        return _topic(self._number, step)
 
     def _exchange(self, step: str, text: str, limit: float | None = None) -> list[str]:
         try:
@@ -161,6 +190,10 @@ class Assembly:
             f"rank {self._group.rank}: the store through which the ranks of the group meet is gone: {error}. It lives "
             "in the process of rank 0, unless torchrun keeps it: see that one's output."
         )
+
+
+def _topic(number: int, step: str) -> str:
+    return f"meeting/{number}/{step}"
 
 
 def _is_for(rank: int, memory: HostMemory) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -44,6 +44,14 @@ class ProcessGroupTransport:
         self.limit = _torch.timeout_of(group).total_seconds()
         self.reason = ""
         """Why it is this transport and no other."""
+        self.meant_to_meet: Callable[[], None] | None = None
+        """Set if nothing was communicated when it was made: raises if other ranks did communicate."""
+
+    def check_met(self) -> None:
+        """Before the first round."""
+        if self.meant_to_meet is not None:
+            self.meant_to_meet()
+            self.meant_to_meet = None
 
     def allocate(self, requests: Sequence[Request]) -> list[Tensor]:
         """With room for a label behind it."""

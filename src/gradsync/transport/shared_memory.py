@@ -117,6 +117,9 @@ class SharedMemoryTransport:
             self._shown_as, self._shown = key, views
         return self._shown
 
+    def check_met(self) -> None:
+        self._group.check_met()
+
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:
         return self._group.gather(numbers)
 
