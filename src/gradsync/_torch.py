@@ -75,6 +75,19 @@ def will_accumulate(parameter: Tensor) -> bool:
         return False
 
 
+def will_execute(node: Node) -> bool:
+    """Whether the running backward will come to this node."""
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:
+        return False
+
+
+def inside_transform() -> bool:
+    """Whether a transform of `torch.func` runs in this thread: what is computed in it is its own affair."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def other_hooks_follow(parameter: Tensor) -> bool:
     """Whether somebody else has a post-accumulate-grad hook on `parameter` besides our one."""
     hooks = parameter._post_accumulate_grad_hooks

@@ -143,7 +143,15 @@ class DistributedDataParallel(TorchPrivate, JoinableReplica, Replica, nn.Module,
         ignored = frozenset(self.parameters_to_ignore)
         form = None if self.mixed_precision is None else self.mixed_precision.form()
         may_talk = options.init_sync != "none"
-        transport = choose(group, options.transport, self._module_parameters, own=may_talk, meet=may_talk, alone=alone)
+        transport = choose(
+            group,
+            options.transport,
+            self._module_parameters,
+            own=may_talk,
+            meet=may_talk,
+            start=str(options.init_sync),
+            alone=alone,
+        )
         engine = Engine([self.module], transport, options, ignored, form)
         engine.group = group
         engine.spares_evaluation = True

@@ -17,6 +17,7 @@ from gradsync.engine.engine import Engine, owner_of
 from gradsync.engine.form import Form, check_replicated
 from gradsync.errors import InvalidOptionError, UnsuitableModuleError
 from gradsync.groups import group_of_mesh, replicated_dimensions, resolve_group
+from gradsync.guard import unsynchronised
 from gradsync.joinable import JoinableReplica
 from gradsync.options import Options
 from gradsync.replica import API, Replica, engine_of, is_replicated
@@ -84,7 +85,10 @@ class ReplicateModule(Setters, JoinableReplica, Replica, contract.ComposableModu
     def __reduce_ex__(self, protocol: Any) -> Any:
         """What is registered is copied and pickled."""
         self._engine.roster.faces.to_registered()
-        return super().__reduce_ex__(protocol)
+        reduced = super().__reduce_ex__(protocol)
+        if isinstance(reduced, tuple) and len(reduced) > 2 and isinstance(reduced[2], dict):
+            reduced[2][unsynchronised.SAVED] = True  # who trains it as it is, loaded, is told
+        return reduced
 
 
 # Registered, not a base: that one's metaclass would clash with that of a user's class.
@@ -131,7 +135,9 @@ def replicate(
     for one in modules:
         _check(one)
     group, over = _where(modules, mesh, process_group, device_mesh, dp_mesh_dims)
-    ignored = _ignored(modules, ignored_modules or (), ignored_params or ())
+    inner = list(ignored_modules or ())
+    single = list(ignored_params or ())
+    ignored = _ignored(modules, inner, single)
     form = _form(over, mp_policy, offload_policy, device)
     if form.mesh is not None:
         for one in modules:
@@ -140,8 +146,10 @@ def replicate(
     _check_unowned(modules, ignored)
     parameters = [parameter for one in modules for parameter in one.parameters()]
     may_talk = checked.init_sync != "none"
-    transport = choose(group, checked.transport, parameters, own=may_talk, meet=may_talk)
-    engine = Engine(modules, transport, checked, ignored, form)
+    start = str(checked.init_sync)
+    transport = choose(group, checked.transport, parameters, own=may_talk, meet=may_talk, start=start)
+    outside = [*single, *(parameter for one in inner for parameter in one.parameters())]
+    engine = Engine(modules, transport, checked, ignored, form, outside)
     engine.group = group
     engine.input_device = device if device is not None and device.type != "cpu" else None
     _attach(modules, engine)
@@ -190,6 +198,7 @@ def _surrounded(engine: Engine, forward: Method, args: Any, kwargs: Any) -> Any:
 
 def _attach(modules: Sequence[nn.Module], engine: Engine) -> None:
     for module in modules:
+        module.__dict__.pop(unsynchronised.SAVED, None)
         contract.enrol(module, API, engine)
         contract.put_on(module, ReplicateModule, "Replicate", shared=False)
 

@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "replica": {"engine", "observe", "contract", "hooks", "transport"},
     "replicate_setters": {"engine", "replica"},
     "joinable": {"engine", "replica"},
-    "replicate": {"engine", "contract", "groups", "joinable", "replica", "replicate_setters", "transport"},
+    "replicate": {"engine", "contract", "groups", "guard", "joinable", "replica", "replicate_setters", "transport"},
     "ddp_private": {"engine", "ddp_logging", "transport", "ddp"},  # the last for annotations only
     "ddp_logging": {"engine", "ddp"},
     "ddp": {"engine", "contract", "groups", "joinable", "replica", "transport", "ddp_private"},

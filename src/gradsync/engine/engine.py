@@ -150,7 +150,7 @@ class Engine:
         """Puts a hook on the outputs: backward passes it first, in the outermost backward."""
         self.buffers.after_forward()
         hooked = False
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not _torch.inside_transform():
             context = _torch.distributed_autograd_context()
             reached = self._output_reached if context is None else partial(self._distributed_output_reached, context)
             if context is not None:

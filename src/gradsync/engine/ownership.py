@@ -22,6 +22,7 @@ from gradsync.engine.bucket import Bucket
 from gradsync.engine.delivery import InFlight
 from gradsync.engine.face import Face
 from gradsync.engine.roster import HasGrad
+from gradsync.engine.second_order import second_order_error
 
 # References to a gradient while it is looked at: the parameter's, the list's, the loop's and the call's.
 _USUAL = 4
@@ -35,6 +36,7 @@ class Gradients:
         self._as_view = as_view
         self._places: dict[int, tuple[Bucket, int]] = {}
         self._given: dict[int, weakref.ref[Tensor]] = {}  # what was delivered that is not a view of a bucket
+        self._differentiable: list[weakref.ref[Tensor]] = []  # those of a backward with `create_graph=True`
         self._own: set[int] = set()  # of those, what the user had put there
         self._latest: dict[Bucket, tuple[int, Sequence[bool]]] = {}  # the round that delivered it, and who was used
         self._single: dict[int, int] = {}  # the same for what has no bucket
@@ -44,6 +46,13 @@ class Gradients:
         self._places[index] = bucket, bucket.indices.index(index)
 
     # --- before a round --------------------------------------------------------------------------
+
+    def check_first_order(self) -> None:
+        """Raises if the running backward is one of a loss on gradients that a round has delivered."""
+        for given in self._differentiable:
+            gradient = given()
+            if gradient is not None and gradient.grad_fn is not None and _torch.will_execute(gradient.grad_fn):
+                raise second_order_error()
 
     def look(self, dirty: Set[int]) -> set[int]:
         """Parameters whose `.grad` is the user's own, so that it has to hold the result.
@@ -56,6 +65,9 @@ class Gradients:
         found = [None if isinstance(slot, Face) else slot.grad for slot in self._slots]
         for index, gradient in enumerate(found):
             if gradient is None or gradient.layout is not torch.strided or self._is_view(index, gradient):
+                continue
+            if (view := self._same_memory(index, gradient)) is not None:
+                self._slots[index].grad = view
                 continue
             if self._is_given(index, gradient) and index not in self._own:
                 continue
@@ -81,6 +93,10 @@ class Gradients:
     def delivered(self, flight: InFlight, used: Sequence[bool], number: int) -> None:
         """Round `number` has delivered a bucket."""
         self._latest[flight.bucket] = number, used
+        if flight.second_order:
+            grads = (self._slots[index].grad for index in flight.bucket.indices)
+            self._differentiable = [one for one in self._differentiable if one() is not None]
+            self._differentiable += [weakref.ref(one) for one in grads if one is not None and one.grad_fn is not None]
         if self._as_view and flight.is_plain:
             return
         for at, index in enumerate(flight.bucket.indices):
@@ -128,6 +144,15 @@ class Gradients:
     def _is_view(self, index: int, gradient: Tensor) -> bool:
         bucket, at = self._places.get(index, (None, 0))
         return bucket is not None and bucket.views[at] is gradient
+
+    def _same_memory(self, index: int, gradient: Tensor) -> Tensor | None:
+        """The view of the bucket, if this is another tensor over the same memory: `p.grad = p.grad.detach()`."""
+        bucket, at = self._places.get(index, (None, 0))
+        if bucket is None or gradient.requires_grad or not gradient.numel():
+            return None
+        view = bucket.views[at]
+        same = gradient.data_ptr() == view.data_ptr() and gradient.stride() == view.stride()
+        return view if same and gradient.shape == view.shape else None
 
     def _is_given(self, index: int, gradient: Tensor) -> bool:
         given = self._given.get(index)

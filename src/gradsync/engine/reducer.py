@@ -467,6 +467,7 @@ class Reducer:
             if (self.at_open is not None and not self.at_open(passed_output)) or not self.parameters:
                 self._not_a_round = task
                 return None
+            self.gradients.check_first_order()
             self.open_round()
             assert self._round is not None
             self._round.second_order = torch.is_grad_enabled()  # in a backward only if it makes a graph

@@ -21,11 +21,15 @@ class _Synchronized(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        raise SecondOrderError(
-            "a loss on `.grad` after backward(create_graph=True): what is in `.grad` is the mean over all ranks, which "
-            "this rank can't differentiate. Take the gradients that the loss needs with torch.autograd.grad(loss, "
-            "parameters, create_graph=True), which leaves them local; the backward of the whole loss is synchronized."
-        )
+        raise second_order_error()
+
+
+def second_order_error() -> SecondOrderError:
+    return SecondOrderError(
+        "a loss on `.grad` after backward(create_graph=True): what is in `.grad` is the mean over all ranks, which "
+        "this rank can't differentiate. Take the gradients that the loss needs with torch.autograd.grad(loss, "
+        "parameters, create_graph=True), which leaves them local; the backward of the whole loss is synchronized."
+    )
 
 
 def refuse_second_order(gradient: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from gradsync import _torch
 from gradsync.errors import InvalidOptionError, OptionsMismatchError, SharedMemoryError
 from gradsync.transport.base import Transport
 from gradsync.transport.hierarchical import HierarchicalTransport
-from gradsync.transport.meeting import Assembly, Meeting, does_not_meet, excuse
+from gradsync.transport.meeting import Assembly, Meeting, check_same_start, excuse
 from gradsync.transport.process_group import ProcessGroupTransport
 from gradsync.transport.shared_memory import SharedMemoryTransport
 
@@ -28,12 +28,14 @@ def choose(
     tensors: Iterable[Tensor],
     own: bool = True,
     meet: bool = True,
+    start: str = "",
     alone: bool = False,
 ) -> Transport:
     """A transport for `group` and such tensors. All ranks call this together, and all get the same kind.
 
     `own`: over a process group of its own, see `ProcessGroupTransport`. `meet`: whether ranks may communicate now;
-    if not, "auto" is the process group. `alone`: the other ranks may not call this at all.
+    if not, "auto" is the process group. `start`: how the replica begins, which must be the same on all ranks.
+    `alone`: the other ranks may not call this at all.
     """
     if wish == "auto" and meet:
         wish = os.environ.get(VARIABLE) or wish
@@ -41,7 +43,7 @@ def choose(
     if not meet and wish in ("auto", "process_group"):  # what needs no meeting
         base.reason = "nothing may be communicated while the replica is made" if wish == "auto" else "asked for"
         if not alone and base.size > 1 and _torch.knows(base.group):
-            base.meant_to_meet = excuse(base)
+            base.meant_to_meet = excuse(base, start)
         return base
     if base.size == 1 or not _torch.knows(base.group):
         _check(base, wish)
@@ -51,7 +53,7 @@ def choose(
         return base
     elsewhere = sorted({tensor.device.type for tensor in tensors} - {"cpu"})
     obstacle = f"has parameters on {', '.join(elsewhere)}" if elsewhere else ""
-    assembly = Assembly(base, {"wish": wish, "obstacle": obstacle})
+    assembly = Assembly(base, {"wish": wish, "obstacle": obstacle, "start": start})
     try:
         return _choose(base, assembly, wish, own)
     except (InvalidOptionError, OptionsMismatchError, SharedMemoryError):
@@ -62,8 +64,7 @@ def choose(
 
 
 def _choose(base: ProcessGroupTransport, assembly: Assembly, wish: str, own: bool) -> Transport:
-    if excused := [rank for rank, said in enumerate(assembly.said) if said["excused"]]:
-        raise does_not_meet(base, excused)
+    check_same_start(base.rank, [said["start"] for said in assembly.said])
     wishes: dict[str, list[int]] = {}
     for rank, said in enumerate(assembly.said):
         wishes.setdefault(said["wish"], []).append(rank)

@@ -50,7 +50,7 @@ class Meeting(NamedTuple):
     """Why ranks that share a host could not be connected; the same text on all ranks."""
 
 
-def excuse(group: ProcessGroupTransport) -> Callable[[], None]:
+def excuse(group: ProcessGroupTransport, start: str) -> Callable[[], None]:
     """Instead of a meeting: says that this rank does not come, and waits for nobody.
 
     What it returns is called before the first round, and raises if the other ranks did come.
@@ -58,24 +58,26 @@ def excuse(group: ProcessGroupTransport) -> Callable[[], None]:
     number = group.count(_MEETINGS)
     store = _torch.store_of(group.group)
     keys = [f"gradsync/{_topic(number, _HELLO)}/{rank}" for rank in range(group.size)]
-    store.set(keys[group.rank], json.dumps({"excused": True}))
+    store.set(keys[group.rank], json.dumps({"start": start}))
 
     def nobody_came() -> None:
-        there = [rank for rank, key in enumerate(keys) if store.check([key])]
-        said = _torch.read_all(store, [keys[rank] for rank in there])
-        if not all(json.loads(text)["excused"] for text in said):
-            raise does_not_meet(group, [r for r, text in zip(there, said, strict=True) if json.loads(text)["excused"]])
+        said = [store.get(key) if store.check([key]) else b"" for key in keys]
+        check_same_start(group.rank, [json.loads(text)["start"] if text else start for text in said])
 
     return nobody_came
 
 
-def does_not_meet(group: ProcessGroupTransport, excused: Sequence[int]) -> OptionsMismatchError:
-    others = [rank for rank in range(group.size) if rank not in excused]
-    return OptionsMismatchError(
-        f"rank {group.rank}: the ranks were given different options:\n  init_sync: 'none' on rank "
-        f"{', '.join(map(str, excused))}, which communicates nothing, and something else on rank "
-        f"{', '.join(map(str, others))}.\nGive all ranks the same. (DistributedDataParallel's False is 'none'.)"
-    )
+def check_same_start(rank: int, starts: Sequence[str]) -> None:
+    """`starts`: the option `init_sync`, by rank. With "none" a rank waits for nobody, and the others would for it."""
+    by_value: dict[str, list[int]] = {}
+    for r, start in enumerate(starts):
+        by_value.setdefault(start, []).append(r)
+    if len(by_value) > 1:
+        said = ", ".join(f"{start!r} on rank {', '.join(map(str, ranks))}" for start, ranks in by_value.items())
+        raise OptionsMismatchError(
+            f"rank {rank}: the ranks were given different options:\n  init_sync: {said}\nGive all ranks the same. "
+            "(True is 'broadcast'; False is 'check' for replicate, and 'none' for DistributedDataParallel.)"
+        )
 
 
 def obstacle() -> str:
@@ -107,7 +109,7 @@ class Assembly:
         # Held until the end: what this rank says it has, it must still have when all go by it.
         self._known = {name: memory for name, memory in _memories.items() if _is_for(group.rank, memory)}
         mine = {
-            "excused": False,
+            "start": "",
             **said,
             "obstacle": problem or fault,
             "expected": not fault,
