@@ -135,8 +135,8 @@ def replicate(
     for one in modules:
         _check(one)
     group, over = _where(modules, mesh, process_group, device_mesh, dp_mesh_dims)
-    inner = list(ignored_modules or ())
-    single = list(ignored_params or ())
+    inner: list[nn.Module] = list(ignored_modules or ())
+    single: list[nn.Parameter] = list(ignored_params or ())
     ignored = _ignored(modules, inner, single)
     form = _form(over, mp_policy, offload_policy, device)
     if form.mesh is not None:

