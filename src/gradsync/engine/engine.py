@@ -105,6 +105,7 @@ class Engine:
         self._left_alone: MutableMapping[Tensor, None] = WeakTensorKeyDictionary()
         self._left_alone.update(dict.fromkeys(left_alone))
         self._verify = options.verify_mode()
+        self._apart = False  # replicas differ on purpose
         self._set_by_hand: dict[str, str] = {}  # hooks and the like, as they are compared between ranks
         self._settings = self._list_settings()
         serial, begun_alike = self._start()
@@ -176,6 +177,7 @@ class Engine:
     def _distributed_backward_ended(self, context: int) -> None:
         self._contexts.discard(context)
         found = _torch.distributed_gradients(context)
+        self.agree_on_changes()
         gradients = [found.get(parameter) for parameter in self.reducer.parameters]
         without_backward.synchronise_tensors(self.reducer, gradients)
 
@@ -307,10 +309,12 @@ class Engine:
             state, numbers = replicas.optimizer_state(optimizer, names)
             tensors |= state
         replicas.compare(tensors, numbers, self.transport)
+        self._apart = False
         self._compare()
 
     def trained_alone(self) -> None:
         """Replicas differ on purpose from now on: nobody compares them until `verify` finds them equal."""
+        self._apart = True
         self.reducer.comparison = None
 
     def known(self) -> set[int]:
@@ -322,7 +326,7 @@ class Engine:
     def _compare(self) -> None:
         """From now on each round compares some parameters."""
         tensors = self._compared()
-        compares = self._verify != "never" and self.transport.size > 1 and tensors
+        compares = self._verify != "never" and not self._apart and self.transport.size > 1 and tensors
         self.reducer.comparison = Comparison(tensors, self._verify == "every") if compares else None
 
     def _compared(self) -> dict[str, Tensor]:
@@ -404,6 +408,13 @@ class Engine:
                 "is not in, so that a backward here would wait for ranks that have left. Sit this phase out, or move "
                 "the module to a group with this rank, on all of its ranks."
             )
+        self.agree_on_changes()
+        if self.joining is not None:
+            self.joining.round_opens()
+        return True
+
+    def agree_on_changes(self) -> None:
+        """Before a round: what this rank has set or changed since the one before, all ranks must have."""
         described, changed = "", self.roster.changed(doubt=not self.reducer.arrivals.as_expected)
         if changed:
             described = self.roster.describe(with_values=self.roster.refresh(self.transport.rank))
@@ -412,9 +423,6 @@ class Engine:
             self._claim()
             self.reducer.replace(self.roster.managed())
             self._compare()
-        if self.joining is not None:
-            self.joining.round_opens()
-        return True
 
     def _round_closes(self) -> None:
         if self.reducer.stepper is not None:

@@ -119,6 +119,7 @@ class ShadowHook(JoinHook):
         engine.buffers.joined = True
         with _left_alone(engine):
             if any(coming for coming, _ in engine.transport.gather([0, HAS_NO_DATA])):
+                engine.agree_on_changes()
                 without_backward.shadow(engine.reducer, counted=self._counted)
                 self._shadowed = True
 
