@@ -49,14 +49,15 @@ class Bucket:
     def let_go(self, gradients: Sequence[Tensor | None]) -> bool:
         """Before a round writes here: makes sure that nobody else has the memory, as who keeps a gradient may.
 
-        `gradients`: a list of what `.grad` of its parameters is now. Who holds one of the views themselves gets memory
+        `gradients`: a list of what `.grad` is now, of all parameters. Who holds one of the views themselves gets memory
         of its own. Whoever has another tensor over the memory can't be found: then this is False.
         """
         counts = list(map(sys.getrefcount, self.views))
         if max(counts, default=0) > _OURS:
-            for at, view in enumerate(self.views):
+            for at, index in enumerate(self.indices):
+                view = self.views[at]
                 # Two more if it is a parameter's `.grad`, and so in the list that was given.
-                if counts[at] > _OURS + 2 * (gradients[at] is view):
+                if counts[at] > _OURS + 2 * (gradients[index] is view):
                     view.data = view.detach().clone()
                     self.views[at] = self._view(at)
         return _torch.holders(self.buffer) <= self._holders

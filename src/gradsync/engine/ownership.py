@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Sequence, Set
+from operator import attrgetter, is_
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from gradsync.engine.face import Face
 from gradsync.engine.roster import HasGrad
 from gradsync.engine.second_order import second_order_error
 
+_grad = attrgetter("grad")
 # References to a gradient while it is looked at: the parameter's, the list's, the loop's and the call's.
 _USUAL = 4
 
@@ -33,6 +35,7 @@ class Gradients:
 
     def __init__(self, slots: Sequence[HasGrad], as_view: bool) -> None:
         self._slots = list(slots)
+        self._faces = any(isinstance(slot, Face) for slot in slots)
         self._as_view = as_view
         self._places: dict[int, tuple[Bucket, int]] = {}
         self._given: dict[int, weakref.ref[Tensor]] = {}  # what was delivered that is not a view of a bucket
@@ -54,38 +57,39 @@ class Gradients:
             if gradient is not None and gradient.grad_fn is not None and _torch.will_execute(gradient.grad_fn):
                 raise second_order_error()
 
-    def look(self, dirty: Set[int]) -> set[int]:
-        """Parameters whose `.grad` is the user's own, so that it has to hold the result.
+    def before_round(self, buckets: Sequence[Bucket], dirty: Set[int]) -> tuple[set[int], list[int]]:
+        """Parameters whose `.grad` is the user's own, and buckets of which somebody else may have a part."""
+        found = self._read()
+        own = self._find_own(found, dirty) if any(gradient is not None for gradient in found) else set[int]()
+        return own, [number for number, bucket in enumerate(buckets) if not self._let_go(bucket, found)]
 
-        One that is dirty was made by autograd, unless somebody else has it, or the memory, too.
-        """
-        if not self._as_view:
-            return set()  # the result is copied to what is there anyway
+    def _read(self) -> list[Tensor | None]:
+        if not self._faces:
+            return list(map(_grad, self._slots))
+        return [None if isinstance(slot, Face) else slot.grad for slot in self._slots]
+
+    def _find_own(self, found: list[Tensor | None], dirty: Set[int]) -> set[int]:
+        """What is dirty was made by autograd, unless somebody else has it, or the memory, too."""
         own = set()
-        found = [None if isinstance(slot, Face) else slot.grad for slot in self._slots]
         for index, gradient in enumerate(found):
             if gradient is None or gradient.layout is not torch.strided or self._is_view(index, gradient):
                 continue
             if (view := self._same_memory(index, gradient)) is not None:
-                self._slots[index].grad = view
+                self._slots[index].grad = found[index] = view
                 continue
             if self._is_given(index, gradient) and index not in self._own:
                 continue
             if index not in dirty or sys.getrefcount(gradient) > _USUAL or not _torch.is_alone(gradient):
                 own.add(index)
-        return own
+        # Without views the result is copied to what is there anyway.
+        return own if self._as_view else set()
 
-    def let_go(self, bucket: Bucket) -> bool:
+    def _let_go(self, bucket: Bucket, found: Sequence[Tensor | None]) -> bool:
         """Makes sure that nobody else has the memory of a bucket; False if somebody may have."""
-        found: list[Tensor | None] = []
-        for index in bucket.indices:
+        for index in bucket.indices if self._faces else ():
             slot = self._slots[index]
-            if isinstance(slot, Face):
-                if slot.shows_what_was_given():
-                    return True  # not zeroed: the next round adds to it
-                found.append(None)
-            else:
-                found.append(slot.grad)
+            if isinstance(slot, Face) and slot.shows_what_was_given():
+                return True  # not zeroed: the next round adds to it
         return bucket.let_go(found)
 
     # --- after it --------------------------------------------------------------------------------
@@ -118,18 +122,18 @@ class Gradients:
 
     def foreign(self, among: Sequence[int]) -> list[int]:
         """Those of them that have a `.grad` which no round has delivered."""
-        found = []
-        for index in among:
-            slot = self._slots[index]
-            if isinstance(slot, Face):
-                if slot.shows_what_nobody_gave():
-                    found.append(index)
-                continue
-            gradient = slot.grad
-            if gradient is None or self._is_view(index, gradient) or self._is_given(index, gradient):
-                continue
-            found.append(index)
-        return found
+        found = self._read()
+        if len(self._places) == len(found) and all(
+            all(map(is_, map(found.__getitem__, bucket.indices), bucket.views)) for bucket in self._latest
+        ):
+            return []  # the usual case: all of them are views
+        return [index for index in among if self._is_foreign(index, found[index])]
+
+    def _is_foreign(self, index: int, gradient: Tensor | None) -> bool:
+        slot = self._slots[index]
+        if isinstance(slot, Face):
+            return slot.shows_what_nobody_gave()
+        return gradient is not None and not self._is_view(index, gradient) and not self._is_given(index, gradient)
 
     def delivered_since(self, index: int, number: int) -> bool:
         """Whether round `number` or a later one has delivered a gradient for it."""

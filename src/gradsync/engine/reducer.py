@@ -487,9 +487,10 @@ class Reducer:
         opened = self._round = Round(identity, time.perf_counter(), thread=threading.get_ident())
         if self.comparison is not None and not follows:
             opened.fingerprint = self.comparison.of_round(self._number)
+        own, held = self.gradients.before_round(self.buckets, self.dirty)
         if self._slots is self._usual_slots:
-            opened.own = self.gradients.look(self.dirty)
-        opened.saved = {at: b.data.clone() for at, b in enumerate(self.buckets) if not self.gradients.let_go(b)}
+            opened.own = own
+        opened.saved = {number: self.buckets[number].data.clone() for number in held}
         self._arrivals.begin_round(len(self.buckets))
         self.phase = Phase.OPEN
         with _listing:

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from gradsync import _torch
 
 _WORD = 8  # bytes
-# A checksum adds up words in so many columns. Not a power of two: rows of a matrix begin in different columns.
-_COLUMNS = 61
+COLUMNS = 1023  # not a power of two, as many matrices' widths are
 
 
 def fingerprint(module: nn.Module) -> str:
@@ -38,22 +37,19 @@ def digest(tensor: Tensor) -> str:
 
 
 @torch.no_grad()
-def checksum(pieces: Sequence[Tensor]) -> Tensor | None:
-    """A number that almost certainly differs if any bit of the pieces, flat tensors of one device, does.
+def checksum(pieces: Sequence[Tensor]) -> Tensor:
+    """A number that almost certainly differs if any bit of the pieces, flat tensors of one kind, does.
 
-    Not cryptographic, but at the speed of memory, on any device and without waiting for it: a sum of words, each
-    column of them weighted by another odd number. None: there is nothing to look at.
+    Not cryptographic, but near the speed of memory, on any device and without waiting for it: words are added up in
+    columns, and each column counts an odd number of times. Rows of a matrix begin in different columns.
     """
-    words = [_words(piece) for piece in pieces if piece.numel()]
-    if not words:
-        return None
-    flat = words[0] if len(words) == 1 else torch.cat(words)
-    weights = _weights(flat.device)
-    whole = len(flat) // _COLUMNS * _COLUMNS
-    rest = (flat[whole:] * weights[: len(flat) - whole]).sum()
-    if not whole:
-        return rest
-    return (flat[:whole].view(-1, _COLUMNS).sum(0) * weights).sum() + rest
+    words = _words(pieces[0] if len(pieces) == 1 else torch.cat(list(pieces)))
+    weights = _weights(words.device)
+    rest = len(words) % COLUMNS
+    if rest == len(words):
+        return torch.dot(words, weights[:rest])
+    found = torch.dot(words[: len(words) - rest].view(-1, COLUMNS).sum(0), weights)
+    return found + torch.dot(words[-rest:], weights[:rest]) if rest else found
 
 
 def in_memory_order(tensor: Tensor) -> Tensor:
@@ -78,6 +74,6 @@ def _words(flat: Tensor) -> Tensor:
 
 @lru_cache(maxsize=8)
 def _weights(device: torch.device) -> Tensor:
-    odd = [(0x9E3779B97F4A7C15 * (number + 1) | 1) & (2**64 - 1) for number in range(_COLUMNS)]
+    """Odd numbers of 64 bits in no order: the products of a counter with another odd number."""
     with torch.inference_mode(False):
-        return torch.tensor([one - 2**64 if one >= 2**63 else one for one in odd], device=device)
+        return torch.arange(1, COLUMNS + 1, device=device) * 0x1E3779B97F4A7C15 | 1

@@ -17,15 +17,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gradsync.errors import ReplicaDivergedError
-from gradsync.guard.fingerprint import checksum, digest, in_memory_order
+from gradsync.guard.fingerprint import COLUMNS, checksum, digest, in_memory_order
 from gradsync.transport.base import Transport
 
-TURNS = 100
+TURNS = 110
 _EVERYTHING_UNTIL = 64
 # Less than this is not worth cutting: it is looked at in one go.
-_LEAST_BYTES = 64 * 1024
-_SMALL = 256 * 1024  # bytes
-_ALIGNED = 64  # elements: pieces begin there
+_LEAST_BYTES = 16 * 1024
+_SMALL = 64 * 1024  # bytes
+_ALIGNED = 8 * COLUMNS  # elements: pieces begin there, and fill whole rows of a checksum
 _SHOWN = 5
 _MASK = 2**31 - 1
 
@@ -58,11 +58,11 @@ class Comparison:
     """Which parameters have been compared, up to which round, and whose turn it is."""
 
     def __init__(self, tensors: Mapping[str, Tensor], everything: bool) -> None:
-        self._tensors = dict(tensors)
-        self._names = list(tensors)
+        self._named = dict(tensors)
+        self._tensors = list(tensors.values())
         self._always = everything
-        self._turns = _take_turns(list(self._tensors.values()))
-        self._all = _whole(list(self._tensors.values()))
+        self._turns = _take_turns(self._tensors)
+        self._all = _whole(self._tensors)
         # The latest round in which it was the same everywhere.
         self._seen = dict.fromkeys([piece for turn in self._turns for piece in turn], -1)
 
@@ -70,24 +70,23 @@ class Comparison:
         """What this rank holds now of what round `number` compares."""
         early = number <= _EVERYTHING_UNTIL and number & (number - 1) == 0
         pieces = self._all if self._always or early else self._turns[number % len(self._turns)] if self._turns else []
-        return take(list(self._tensors.values()), pieces)
+        return take(self._tensors, pieces)
 
     def agreed(self, fingerprint: Fingerprint, number: int) -> None:
         self._seen.update(dict.fromkeys(self._seen if fingerprint.pieces is self._all else fingerprint.pieces, number))
 
     def error(self, transport: Transport, number: int) -> ReplicaDivergedError:
         """Finds out what differs; all ranks do this together."""
-        found = _compare(self._tensors, transport)
+        found = _compare(self._named, transport)
         if not found.names:
             return ReplicaDivergedError(
                 f"rank {transport.rank}: the replicas had different parameters when round {number} began, and no "
                 "longer have: something changes them while others use them."
             )
-        seen = dict.fromkeys(self._names, -1)
-        for at, name in enumerate(self._names):
-            seen[name] = min((r for piece, r in self._seen.items() if piece.parameter == at), default=-1)
         first = found.names[0]
-        since = f"between rounds {seen[first]} and {number}" if seen[first] >= 0 else f"before round {number}"
+        at = list(self._named).index(first)
+        seen = min((latest for piece, latest in self._seen.items() if piece.parameter == at), default=-1)
+        since = f"between rounds {seen} and {number}" if seen >= 0 else f"before round {number}"
         return ReplicaDivergedError(
             f"rank {transport.rank}: the replicas have diverged: {found}. '{first}' began to differ {since}. Something "
             "changed parameters on some ranks only, or in another way: another learning rate or weight decay, a "
@@ -100,16 +99,17 @@ class Comparison:
 
 
 def take(tensors: Sequence[Tensor], pieces: Sequence[Piece]) -> Fingerprint | None:
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for piece in pieces:
-        flat = in_memory_order(tensors[piece.parameter])
-        # A parameter of another size than before has other pieces; that is found out elsewhere.
-        by_device.setdefault(flat.device, []).append(flat[piece.start : piece.stop])
+    """Of these pieces: small ones of one kind together, which makes a copy of them, large ones where they are."""
+    small: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     sums: list[Tensor] = []
-    for parts in by_device.values():
-        # Small ones together, which makes a copy of them; large ones where they are.
-        together = [[part for part in parts if part.nbytes < _SMALL], *([p] for p in parts if p.nbytes >= _SMALL)]
-        sums += [found for some in together if (found := checksum(some)) is not None]
+    for parameter, start, stop in pieces:
+        flat = in_memory_order(tensors[parameter])
+        part = flat if stop - start == flat.numel() else flat[start:stop]
+        if part.nbytes >= _SMALL:
+            sums.append(checksum([part]))
+        elif part.numel():
+            small.setdefault((part.dtype, part.device), []).append(part)
+    sums += map(checksum, small.values())
     return Fingerprint(sums, pieces) if sums else None
 
 
