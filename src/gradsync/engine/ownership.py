@@ -38,6 +38,7 @@ class Gradients:
         self._faces = any(isinstance(slot, Face) for slot in slots)
         self._as_view = as_view
         self._places: dict[int, tuple[Bucket, int]] = {}
+        self._buckets: dict[Bucket, None] = {}
         self._given: dict[int, weakref.ref[Tensor]] = {}  # what was delivered that is not a view of a bucket
         self._differentiable: list[weakref.ref[Tensor]] = []  # those of a backward with `create_graph=True`
         self._own: set[int] = set()  # of those, what the user had put there
@@ -47,6 +48,7 @@ class Gradients:
     def place(self, index: int, bucket: Bucket) -> None:
         """The plan has put a parameter there."""
         self._places[index] = bucket, bucket.indices.index(index)
+        self._buckets[bucket] = None
 
     # --- before a round --------------------------------------------------------------------------
 
@@ -124,7 +126,7 @@ class Gradients:
         """Those of them that have a `.grad` which no round has delivered."""
         found = self._read()
         if len(self._places) == len(found) and all(
-            all(map(is_, map(found.__getitem__, bucket.indices), bucket.views)) for bucket in self._latest
+            all(map(is_, map(found.__getitem__, bucket.indices), bucket.views)) for bucket in self._buckets
         ):
             return []  # the usual case: all of them are views
         return [index for index in among if self._is_foreign(index, found[index])]
