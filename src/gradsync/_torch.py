@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -167,6 +168,15 @@ def holders(tensor: Tensor) -> int:
     """How many tensors have the same memory, and one more, which is asked here; 0 if torch does not count."""
     count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
     return 0 if count is None else count(tensor.untyped_storage()._cdata)
+
+
+@lru_cache(maxsize=1)
+def references_as_grad() -> int:
+    """How many references Python counts more for a tensor that is some parameter's `.grad` (2.13: one)."""
+    gradient, parameter = torch.empty(0), torch.nn.Parameter(torch.empty(0))
+    before = sys.getrefcount(gradient)
+    parameter.grad = gradient
+    return sys.getrefcount(gradient) - before
 
 
 def is_alone(tensor: Tensor) -> bool:

@@ -24,7 +24,8 @@ from gradsync import _torch
 from gradsync.engine.plan import BucketPlan, Spec
 from gradsync.transport.base import Request, Transport
 
-_OURS = 2  # references to a view while it is looked at: our list, and who looks
+# References to something in a list while `map` looks at it: two, the list's and the call's.
+_OURS = next(map(sys.getrefcount, [object()]))
 # A gradient of so many bytes is brought into its bucket at once, so that it exists once, not twice.
 LARGE = 256 * 1024
 
@@ -56,8 +57,8 @@ class Bucket:
         if max(counts, default=0) > _OURS:
             for at, index in enumerate(self.indices):
                 view = self.views[at]
-                # Two more if it is a parameter's `.grad`, and so in the list that was given.
-                if counts[at] > _OURS + 2 * (gradients[index] is view):
+                # More if it is a parameter's `.grad`, and so in the list that was given.
+                if counts[at] > _OURS + (gradients[index] is view) * (1 + _torch.references_as_grad()):
                     view.data = view.detach().clone()
                     self.views[at] = self._view(at)
         return _torch.holders(self.buffer) <= self._holders

@@ -241,6 +241,7 @@ class Engine:
 
     def synchronise_now(self) -> None:
         """A round without a backward."""
+        self.reducer.forward_begins()
         if self._round_opens(passed_output=True):
             without_backward.synchronise_now(self.reducer)
 

@@ -26,8 +26,8 @@ from gradsync.engine.roster import HasGrad
 from gradsync.engine.second_order import second_order_error
 
 _grad = attrgetter("grad")
-# References to a gradient while it is looked at: the parameter's, the list's, the loop's and the call's.
-_USUAL = 4
+# References to a gradient while it is looked at, besides the parameter's: the list's, the loop's and the call's.
+_USUAL = 3
 
 
 class Gradients:
@@ -73,6 +73,7 @@ class Gradients:
     def _find_own(self, found: list[Tensor | None], dirty: Set[int]) -> set[int]:
         """What is dirty was made by autograd, unless somebody else has it, or the memory, too."""
         own = set()
+        usual = _USUAL + _torch.references_as_grad()
         for index, gradient in enumerate(found):
             if gradient is None or gradient.layout is not torch.strided or self._is_view(index, gradient):
                 continue
@@ -81,7 +82,7 @@ class Gradients:
                 continue
             if self._is_given(index, gradient) and index not in self._own:
                 continue
-            if index not in dirty or sys.getrefcount(gradient) > _USUAL or not _torch.is_alone(gradient):
+            if index not in dirty or sys.getrefcount(gradient) > usual or not _torch.is_alone(gradient):
                 own.add(index)
         # Without views the result is copied to what is there anyway.
         return own if self._as_view else set()

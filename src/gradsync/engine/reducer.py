@@ -236,7 +236,7 @@ class Reducer:
                 self._await_all(opened)
             if opened.launched[-1].work.differing() & IDENTITY:
                 raise self._mismatch(opened, Kind.ABANDONED)
-            self._number += 1
+            self._count_round()
         finally:
             self._forget_round()
 
@@ -590,7 +590,12 @@ class Reducer:
         finally:
             self._forget_round()
         self.rounds += 1
+        self._count_round()
+
+    def _count_round(self) -> None:
+        """All ranks have ended it; steps are counted from here."""
         self._number += 1
+        self._stepped = False
 
     def _report(self, opened: Round, ended_at: float) -> None:
         if self.recorder is not None:
@@ -707,8 +712,6 @@ class Reducer:
         self.delivery.end_round(weight)
 
     def _forget_round(self) -> None:
-        if self._round is not None:
-            self._stepped = False if self._round.launched else self._stepped
         with _listing:
             _open_rounds.discard(self)
         self._arrivals.forget_round()

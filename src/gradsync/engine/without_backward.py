@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 def synchronise_now(reducer: Reducer) -> None:
     """Carries what backwards without synchronisation have left, and what was put into `.grad` by hand."""
-    reducer.forward_begins()
     reducer.dirty.update(reducer.gradients.foreign(range(len(reducer.parameters))))
     reducer.open_round()
     reducer.close_round()
