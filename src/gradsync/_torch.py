@@ -59,6 +59,17 @@ def inside_another_backward() -> bool:
     return starts > (0 if threading.get_ident() not in threading._active else 1)
 
 
+def runs_grad() -> bool:
+    """Whether `torch.autograd.grad` runs in this thread, which accumulates nowhere (2.13: told by the frames)."""
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "_engine_run_backward":
+            caller = frame.f_back
+            return caller is not None and caller.f_code.co_name == "grad"
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Calls `callback` when the backward that runs in this thread ends (not if it raises)."""
     Variable._execution_engine.queue_callback(callback)

@@ -152,7 +152,7 @@ class DistributedDataParallel(TorchPrivate, JoinableReplica, Replica, nn.Module,
             start=str(options.init_sync),
             alone=alone,
         )
-        engine = Engine([self.module], transport, options, ignored, form)
+        engine = Engine([self.module], transport, options, ignored, form, copied=alone)
         engine.group = group
         engine.spares_evaluation = True
         contract.enrol(self, API, engine)

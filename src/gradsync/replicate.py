@@ -78,7 +78,7 @@ class ReplicateModule(Setters, JoinableReplica, Replica, contract.ComposableModu
         super()._apply_to(duplicate)
         engine = self._engine
         options = dataclasses.replace(engine.options, init_sync="none")
-        duplicates = Engine([duplicate], engine.transport, options, engine.ignored, engine.form)
+        duplicates = Engine([duplicate], engine.transport, options, engine.ignored, engine.form, copied=True)
         duplicates.group = engine.group
         _attach([duplicate], duplicates)
 

@@ -63,9 +63,12 @@ def accumulates(parameters: Sequence[Tensor]) -> bool:
     the graph leads to none, the parameters are hidden behind reentrant checkpoints, or this rank's
     branch uses none: then the other ranks count on us.
     """
-    if any(_torch.will_accumulate(parameter) for parameter in parameters if parameter.requires_grad):
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    if not trained:
+        return False
+    if any(map(_torch.will_accumulate, trained)):
         return True
-    return not _leads_to(_torch.current_node(), parameters)
+    return not _torch.runs_grad() and not _leads_to(_torch.current_node(), trained)
 
 
 def _leads_to(node: Node | None, parameters: Sequence[Tensor]) -> bool:

@@ -73,8 +73,11 @@ class Engine:
         ignored: frozenset[str] = frozenset(),
         form: Form | None = None,
         left_alone: Iterable[Tensor] = (),
+        copied: bool = False,
     ) -> None:
-        """`ignored`: names inside the modules; `left_alone`: parameters outside of them, of which nobody is warned."""
+        """`ignored`: names inside the modules; `left_alone`: parameters outside of them, of which nobody is warned;
+        `copied`: from another replica, so that all ranks hold the same without a word.
+        """
         self.modules = list(modules)
         self.module = self.modules[0]
         self.transport = transport
@@ -106,6 +109,7 @@ class Engine:
         self._left_alone.update(dict.fromkeys(left_alone))
         self._verify = options.verify_mode()
         self._apart = False  # replicas differ on purpose
+        self._copied = copied
         self._set_by_hand: dict[str, str] = {}  # hooks and the like, as they are compared between ranks
         self._settings = self._list_settings()
         serial, begun_alike = self._start()
@@ -318,6 +322,15 @@ class Engine:
         self._apart = True
         self.reducer.comparison = None
 
+    def unmanaged(self) -> dict[int, str]:
+        """Names, by their ids, of parameters inside the modules that are not managed now, and not ignored."""
+        managed = set(map(id, [*self.reducer.parameters, *self.reducer.computing]))
+        return {
+            id(parameter): name
+            for name, parameter in self.roster.named()
+            if id(parameter) not in managed and name not in self.ignored
+        }
+
     def known(self) -> set[int]:
         """Ids of all parameters that are managed here, or that it was told to leave alone."""
         inside = {id(parameter) for module in self.modules for parameter in module.parameters()}
@@ -385,7 +398,7 @@ class Engine:
         """
         serial = next(_serials)
         if self.options.init_sync == "none":
-            return serial, False  # the ranks compare in their first round
+            return serial, self._copied  # the ranks compare in their first round
         parameters = {entry.name: _torch.local(entry.parameter) for entry in self.roster.entries}
         buffers = dict(self.buffers.named())
         agreed = check_same_model(parameters, buffers, self._list_settings(at_start=True), self.transport, serial)
@@ -418,7 +431,10 @@ class Engine:
         """Before a round: what this rank has set or changed since the one before, all ranks must have."""
         described, changed = "", self.roster.changed(doubt=not self.reducer.arrivals.as_expected)
         if changed:
-            described = self.roster.describe(with_values=self.roster.refresh(self.transport.rank))
+            before = self.roster.signature()
+            replaced = self.roster.refresh(self.transport.rank)
+            changed = self.roster.signature() != before  # not if somebody attached something without parameters
+            described = self.roster.describe(with_values=replaced) if changed else ""
         self.reducer.confirm(self._settings, described)
         if changed:
             self._claim()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from operator import attrgetter, is_
 
 import torch
@@ -22,7 +22,7 @@ from gradsync import _torch
 from gradsync.engine.bucket import Bucket
 from gradsync.engine.delivery import InFlight
 from gradsync.engine.face import Face
-from gradsync.engine.roster import HasGrad
+from gradsync.engine.roster import HasGrad, Managed
 from gradsync.engine.second_order import second_order_error
 
 _grad = attrgetter("grad")
@@ -123,6 +123,10 @@ class Gradients:
 
     # --- before a step ---------------------------------------------------------------------------
 
+    def present(self) -> list[int]:
+        """Parameters that have a gradient."""
+        return [index for index, slot in enumerate(self._slots) if slot.grad is not None]
+
     def foreign(self, among: Sequence[int]) -> list[int]:
         """Those of them that have a `.grad` which no round has delivered."""
         found = self._read()
@@ -138,8 +142,21 @@ class Gradients:
             return slot.shows_what_nobody_gave()
         return gradient is not None and not self._is_view(index, gradient) and not self._is_given(index, gradient)
 
-    def delivered_since(self, index: int, number: int) -> bool:
-        """Whether round `number` or a later one has delivered a gradient for it."""
+    def unsynchronized(self, among: Sequence[int], since: int) -> list[int]:
+        """The same without what somebody has made of what round `since` or a later one delivered, and without zeros."""
+        found = []
+        for index in self.foreign(among):
+            slot = self._slots[index]
+            gradient = slot.registered.grad if isinstance(slot, Face) else slot.grad
+            if gradient is None or not _torch.local(gradient).count_nonzero():
+                continue
+            if not self._delivered_since(index, since):
+                found.append(index)
+            elif not isinstance(slot, Face):
+                self._given[index] = weakref.ref(gradient)
+        return found
+
+    def _delivered_since(self, index: int, number: int) -> bool:
         if self._single.get(index, -1) >= number:
             return True
         bucket, at = self._places.get(index, (None, 0))
@@ -147,6 +164,15 @@ class Gradients:
             return False
         latest, used = self._latest[bucket]
         return latest >= number and used[at]
+
+    def inherit(self, before: Gradients, index_of: Mapping[int, int], managed: Sequence[Managed]) -> None:
+        """Other buckets, or other parameters: what was delivered to those that stay still is."""
+        for index, one in enumerate(managed):
+            earlier = index_of.get(id(one.parameter))
+            if earlier is None or isinstance(one.slot, Face) or (gradient := one.slot.grad) is None:
+                continue
+            if before._is_view(earlier, gradient) or before._is_given(earlier, gradient):
+                self._given[index] = weakref.ref(gradient)
 
     def _is_view(self, index: int, gradient: Tensor) -> bool:
         bucket, at = self._places.get(index, (None, 0))

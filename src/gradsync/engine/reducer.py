@@ -29,7 +29,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from gradsync import _torch
@@ -48,7 +48,11 @@ from gradsync.errors import (
     ForkedError,
     GradsyncError,
     HookError,
+    OptionsMismatchError,
+    ReplicaDivergedError,
     ReplicaLostError,
+    RosterChangedError,
+    RoundMismatchError,
     RoundTimeoutError,
     UnfinishedRoundError,
 )
@@ -61,6 +65,15 @@ from gradsync.hooks.optimizer_overlap import Stepper
 from gradsync.options import Options
 from gradsync.transport.base import Transport
 
+# What ends a round for all ranks.
+_OF_ALL_RANKS = (
+    ReplicaLostError,
+    RoundTimeoutError,
+    RoundMismatchError,
+    OptionsMismatchError,
+    RosterChangedError,
+    ReplicaDivergedError,
+)
 # How long ranks that were in different rounds wait for each other to say where they were.
 _EXPLAIN_SECONDS = 20.0
 _open_rounds: weakref.WeakSet[Reducer] = weakref.WeakSet()
@@ -123,6 +136,7 @@ class Reducer:
         self._unfinished: UnfinishedRoundError | None = None
         self._backward = Backward(at_end=self.close_round)
         self._managed: list[Managed] = []
+        self._left_dirty: list[nn.Parameter] = []  # frozen or removed with gradients that were never synchronized
         # All that were managed at any time. A DTensor is held: torch can't convert one that is referred to weakly.
         self._ever: MutableMapping[Tensor, None] = WeakTensorKeyDictionary()
         self._ever_held: dict[int, Tensor] = {}
@@ -189,8 +203,11 @@ class Reducer:
 
         What somebody made of one that was delivered after round `since`, by scaling it for example, may pass.
         """
-        found = self.gradients.foreign(among)
-        return [self.specs[index].name for index in found if not self.gradients.delivered_since(index, since)]
+        return [self.specs[index].name for index in self.gradients.unsynchronized(among, since)]
+
+    def left_dirty(self, parameter: Tensor) -> bool:
+        """Whether it was managed until now, and has a gradient that was never synchronized."""
+        return any(parameter is one for one in self._left_dirty)
 
     def stepped(self) -> None:
         """An optimizer has stepped on parameters of ours."""
@@ -311,11 +328,15 @@ class Reducer:
 
     def replace(self, managed: Sequence[Managed]) -> None:
         """Goes on with other parameters, or with the same ones changed; learns them anew."""
-        dirty = {id(self.parameters[index]) for index in self.dirty}  # held until this returns
-        before = self.parameters
+        left = [*(self.parameters[index] for index in self.dirty), *self._left_dirty]
+        dirty = set(map(id, left))
+        before, gradients = self.parameters, self.gradients  # held, with their ids, until this returns
         synchronising = self.synchronising
         self._arrivals.disarm()
         self._begin_with(managed)
+        self.gradients.inherit(gradients, {id(parameter): index for index, parameter in enumerate(before)}, managed)
+        still = {id(parameter) for parameter in self.parameters}
+        self._left_dirty = [p for p in left if id(p) not in still and p.grad is not None]
         self.synchronise(synchronising)
         # A parameter that nobody listened to until now may have a gradient that nobody saw arrive.
         for index, one in enumerate(managed):
@@ -324,7 +345,6 @@ class Reducer:
             if seen and one.slot.grad is not None:
                 self.dirty.add(index)
         self._remember()
-        del before
 
     def _remember(self) -> None:
         self._ever.update(dict.fromkeys(p for p in self.parameters if not _torch.is_dtensor(p)))
@@ -580,11 +600,13 @@ class Reducer:
             # for one while another rank waits for a second one would be for ever.
             for reducer in _in_this_backward(self):
                 reducer.launch_rest()
-            while opened.delivered < len(opened.launched):
-                self._deliver_next(opened)
+            failed = self._deliver_rest(opened)
             self._finish(opened)
             if self.at_close is not None:
                 self.at_close()
+            if failed is not None:
+                self._count_round()
+                raise failed
             self._arrivals.synchronised()
             self._report(opened, ended_at)
         finally:
@@ -596,6 +618,28 @@ class Reducer:
         """All ranks have ended it; steps are counted from here."""
         self._number += 1
         self._stepped = False
+
+    def _deliver_rest(self, opened: Round) -> Exception | None:
+        """What a hook or an optimizer in backward raises here is raised when the round is over.
+
+        The other ranks know nothing of it, and go on: so must this one, to the end of what they do together.
+        """
+        failed = None
+        while opened.delivered < len(opened.launched):
+            try:
+                self._deliver_next(opened)
+            except _OF_ALL_RANKS:
+                raise
+            except Exception as error:
+                if not self._has_guests():
+                    raise
+                failed = failed or error
+        return failed
+
+    def _has_guests(self) -> bool:
+        """Whether code of the user's runs while gradients are delivered."""
+        delivery = self.delivery
+        return delivery.hook is not None or delivery.after_reduce is not None or self.stepper is not None
 
     def _report(self, opened: Round, ended_at: float) -> None:
         if self.recorder is not None:
@@ -640,7 +684,11 @@ class Reducer:
         twins = any(other._about.describe() == described for other in fellows)
         self._transport.check_met()
         mine = [self.delivery.weight_as_integer(), said, self.serial, opened.position, int(twins)]
-        rows = self._transport.gather(mine)
+        try:
+            rows = self._transport.gather(mine)
+        except RuntimeError:
+            self._transport.check_met()  # they may have come to it, and left, in between
+            raise
         if len({row[1] for row in rows}) > 1:
             raise self._mismatch(opened, Kind.CHANGE)
         if len({row[3] for row in rows if row[4]}) > 1 and not self._about.begun_alike:

@@ -126,6 +126,13 @@ class Roster:
         spec = Spec(entry.name, tuple(inner.shape), gradient_stride(inner), dtype, inner.device, sparse)
         return Managed(spec, parameter, computing, parameter if face is None else face)
 
+    def signature(self) -> list[tuple[object, ...]]:
+        """Equal to another one if nothing that the engine knows of has changed in between."""
+        return [
+            (id(e.parameter), id(e.face), e.trained, e.name, *row)
+            for e, *row in zip(self.entries, *self._rows, strict=True)
+        ]
+
     def describe(self, with_values: Collection[str] = ()) -> str:
         """A text that is equal on two ranks if they manage the same parameters, of which some with the same values."""
         rows = []

@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 def synchronise_now(reducer: Reducer) -> None:
     """Carries what backwards without synchronisation have left, and what was put into `.grad` by hand."""
-    reducer.dirty.update(reducer.gradients.foreign(range(len(reducer.parameters))))
+    every = range(len(reducer.parameters))
+    # A mean of what is the same everywhere is the same: so all may go, also what was written into a `.grad` of ours.
+    may_go = reducer.gradients.present() if reducer.delivery.gain == 1 else reducer.gradients.foreign(every)
+    reducer.dirty.update(may_go)
     reducer.open_round()
     reducer.close_round()
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gradsync import _torch
 
 _WORD = 8  # bytes
-COLUMNS = 1023  # not a power of two, as many matrices' widths are
+COLUMNS = 1021  # a prime, which no matrix's width is a multiple of
 
 
 def fingerprint(module: nn.Module) -> str:
@@ -45,11 +45,13 @@ def checksum(pieces: Sequence[Tensor]) -> Tensor:
     """
     words = _words(pieces[0] if len(pieces) == 1 else torch.cat(list(pieces)))
     weights = _weights(words.device)
-    rest = len(words) % COLUMNS
-    if rest == len(words):
-        return torch.dot(words, weights[:rest])
-    found = torch.dot(words[: len(words) - rest].view(-1, COLUMNS).sum(0), weights)
-    return found + torch.dot(words[-rest:], weights[:rest]) if rest else found
+    rows = len(words) // COLUMNS
+    rows -= rows % 2 == 0 and rows > 0  # an odd number: the uppermost bits of all of them don't cancel in the sum
+    whole = rows * COLUMNS
+    if not whole:
+        return torch.dot(_mixed(words), weights[: len(words)])
+    found = torch.dot(_mixed(words[:whole].view(rows, COLUMNS).sum(0)), weights[:COLUMNS])
+    return found + torch.dot(_mixed(words[whole:]), weights[: len(words) - whole]) if whole < len(words) else found
 
 
 def in_memory_order(tensor: Tensor) -> Tensor:
@@ -60,6 +62,11 @@ def in_memory_order(tensor: Tensor) -> Tensor:
         values = values.permute(order)
     values = values.reshape(-1)
     return torch.view_as_real(values).view(-1) if values.is_complex() else values
+
+
+def _mixed(words: Tensor) -> Tensor:
+    """With the upper bits in the lower ones too: times a number, the uppermost says no more than odd or even."""
+    return words ^ (words >> 31)
 
 
 def _words(flat: Tensor) -> Tensor:
@@ -76,4 +83,4 @@ def _words(flat: Tensor) -> Tensor:
 def _weights(device: torch.device) -> Tensor:
     """Odd numbers of 64 bits in no order: the products of a counter with another odd number."""
     with torch.inference_mode(False):
-        return torch.arange(1, COLUMNS + 1, device=device) * 0x1E3779B97F4A7C15 | 1
+        return torch.arange(1, 2 * COLUMNS + 1, device=device) * 0x1E3779B97F4A7C15 | 1

@@ -49,6 +49,8 @@ class Rounds(Protocol):
 
     def name_foreign(self, among: Sequence[int], since: int) -> list[str]: ...
 
+    def left_dirty(self, parameter: Tensor) -> bool: ...
+
     def stepped(self) -> None: ...
 
 
@@ -57,6 +59,9 @@ class Watched(Protocol):
 
     @property
     def reducer(self) -> Rounds: ...
+
+    def unmanaged(self) -> dict[int, str]:
+        """Ids and names of parameters of its module that it does not manage, and was not told to leave alone."""
 
     def known(self) -> set[int]:
         """Ids of the parameters that it manages, or was told to leave alone."""
@@ -71,6 +76,7 @@ class Owned(NamedTuple):
     engine: weakref.ref[Any]  # Watched
     parameters: list[nn.Parameter]  # all of the replica, as they were
     indices: list[int]  # those that the optimizer has
+    strays: list[tuple[str, Tensor]]  # what it has of the module that is not managed, frozen parameters for example
 
 
 class Known(NamedTuple):
@@ -186,6 +192,7 @@ def _look(optimizer: Optimizer) -> None:
             continue
         reducer: Rounds = engine.reducer
         names = reducer.name_dirty(one.indices) if reducer.seems_dirty else []
+        names += [name for name, parameter in one.strays if _is_local(parameter, reducer)]
         since = _since.get(optimizer, {}).get(engine, 0)
         foreign = reducer.name_foreign(one.indices, since) if not names else []
         if not names and not foreign:
@@ -194,6 +201,17 @@ def _look(optimizer: Optimizer) -> None:
             engine.trained_alone()
         else:
             raise _error(optimizer, reducer.rank, names, foreign)
+
+
+def _is_local(parameter: Tensor, reducer: Rounds) -> bool:
+    """Whether a parameter that is not managed has a gradient that no round has seen.
+
+    One that is trained was unfrozen or put into the module since the last round, or its gradient would be ours; one
+    that is frozen may have what an earlier round left, but not what a backward without synchronisation did.
+    """
+    if parameter.grad is None:
+        return False
+    return parameter.requires_grad or reducer.left_dirty(parameter)
 
 
 def _owned_by(optimizer: Optimizer) -> list[Owned]:
@@ -206,8 +224,10 @@ def _owned_by(optimizer: Optimizer) -> list[Owned]:
         for engine in tuple(_watched):
             parameters = engine.reducer.parameters
             indices = [index for index, parameter in enumerate(parameters) if id(parameter) in ids]
-            if indices:
-                owned.append(Owned(weakref.ref(engine), parameters, indices))
+            names = engine.unmanaged()
+            strays = [(names[id(p)], p) for group in optimizer.param_groups for p in group["params"] if id(p) in names]
+            if indices or strays:
+                owned.append(Owned(weakref.ref(engine), parameters, indices, strays))
         known = _known[optimizer] = Known(sizes, _engines, owned)
         _warn_of_others(optimizer, bool(owned))
     return known.owned

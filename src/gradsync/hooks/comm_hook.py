@@ -90,6 +90,12 @@ class HookWork(NamedTuple):
         return found
 
     def wait(self) -> None:
+        try:
+            self._take_result()
+        finally:
+            self.tail.wait()  # which all ranks read, whatever the hook did
+
+    def _take_result(self) -> None:
         self._wait_within_limit()
         result = self.future.wait()
         if isinstance(result, (list, tuple)) and len(result) == 1:
@@ -102,7 +108,6 @@ class HookWork(NamedTuple):
             )
         if result.data_ptr() != self.data.data_ptr():
             self.data.copy_(result.view_as(self.data))
-        self.tail.wait()
 
 
 def launch(hook: Hook, state: object, bucket: GradBucket, tail: Any, rank: int, limit: float) -> HookWork:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import NamedTuple
@@ -13,11 +14,13 @@ from torch import Tensor
 from gradsync import _torch
 from gradsync.options import MIB
 from gradsync.transport import label as labels
+from gradsync.transport import under_way
 from gradsync.transport.base import Request, SparseWork, Work
 from gradsync.transport.label import UNLABELLED, Label
 
 # Tensors are broadcast in blocks of about this size: few collectives, little extra memory.
 BROADCAST_BYTES = 32 * 1024 * 1024
+PAUSE = 200e-6
 
 
 class ProcessGroupTransport:
@@ -48,10 +51,8 @@ class ProcessGroupTransport:
         """Set if nothing was communicated when it was made: raises if other ranks did communicate."""
 
     def check_met(self) -> None:
-        """Before the first round."""
         if self.meant_to_meet is not None:
             self.meant_to_meet()
-            self.meant_to_meet = None
 
     def allocate(self, requests: Sequence[Request]) -> list[Tensor]:
         """With room for a label behind it."""
@@ -93,7 +94,7 @@ class ProcessGroupTransport:
         root = dist.get_global_rank(self.group, source)
         for block in _blocks(tensors):
             flat = torch.cat([_bytes(tensor) for tensor in block])
-            dist.broadcast(flat, root, group=self.group)
+            _finish(dist.broadcast(flat, root, group=self.group, async_op=True))
             if self.rank != source:
                 _unpack(flat, block)
 
@@ -102,7 +103,7 @@ class ProcessGroupTransport:
             return [list(numbers)]
         mine = torch.tensor(numbers, dtype=torch.int64, device=self._device())
         of_all = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(of_all, mine, group=self.group)
+        _finish(dist.all_gather(of_all, mine, group=self.group, async_op=True))
         return [row.tolist() for row in of_all]
 
     def gather_text(self, text: str) -> list[str]:
@@ -135,6 +136,14 @@ class ProcessGroupTransport:
         """Where the group wants small tensors: NCCL only knows GPUs, gloo prefers the CPU."""
         types = sorted(device.type for device in _torch.device_types(self.group))
         return torch.device("cpu" if "cpu" in types or not types else types[0])
+
+
+def _finish(work: dist.Work) -> None:
+    """Waits, and meanwhile does for the ranks of this host what they may wait for: they could be one step behind."""
+    while under_way.anything() and not work.is_completed():
+        under_way.progress()
+        time.sleep(PAUSE)
+    work.wait()
 
 
 class _InFlight(NamedTuple):

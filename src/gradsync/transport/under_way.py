@@ -32,6 +32,10 @@ def begin(step: Step) -> None:
         _in_progress.append(step)
 
 
+def anything() -> bool:
+    return bool(_in_progress)
+
+
 def give_up(step: Step) -> None:
     with contextlib.suppress(ValueError):  # another thread was quicker
         _in_progress.remove(step)
