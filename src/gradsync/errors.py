@@ -93,7 +93,9 @@ class JoinError(GradsyncError, RuntimeError):
 
 
 class HookError(GradsyncError, RuntimeError):
-    """A communication hook was registered twice, or brought something that is no reduced bucket."""
+    """A communication hook was registered twice, or brought something that is no reduced bucket, or nothing at all."""
+
+    timed_out = False
 
 
 class ReplicaLostError(GradsyncError, RuntimeError):

@@ -64,8 +64,8 @@ def accumulates(parameters: Sequence[Tensor]) -> bool:
     branch uses none: then the other ranks count on us.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    if not trained:
-        return False
+    if not trained:  # some may have been unfrozen, which is found out when a round opens
+        return not _torch.runs_grad()
     if any(map(_torch.will_accumulate, trained)):
         return True
     return not _torch.runs_grad() and not _leads_to(_torch.current_node(), trained)

@@ -48,11 +48,7 @@ from gradsync.errors import (
     ForkedError,
     GradsyncError,
     HookError,
-    OptionsMismatchError,
-    ReplicaDivergedError,
     ReplicaLostError,
-    RosterChangedError,
-    RoundMismatchError,
     RoundTimeoutError,
     UnfinishedRoundError,
 )
@@ -65,15 +61,6 @@ from gradsync.hooks.optimizer_overlap import Stepper
 from gradsync.options import Options
 from gradsync.transport.base import Transport
 
-# What ends a round for all ranks.
-_OF_ALL_RANKS = (
-    ReplicaLostError,
-    RoundTimeoutError,
-    RoundMismatchError,
-    OptionsMismatchError,
-    RosterChangedError,
-    ReplicaDivergedError,
-)
 # How long ranks that were in different rounds wait for each other to say where they were.
 _EXPLAIN_SECONDS = 20.0
 _open_rounds: weakref.WeakSet[Reducer] = weakref.WeakSet()
@@ -136,7 +123,8 @@ class Reducer:
         self._unfinished: UnfinishedRoundError | None = None
         self._backward = Backward(at_end=self.close_round)
         self._managed: list[Managed] = []
-        self._left_dirty: list[nn.Parameter] = []  # frozen or removed with gradients that were never synchronized
+        # Frozen or removed with gradients that were never synchronized.
+        self._left_dirty: list[weakref.ref[nn.Parameter]] = []
         # All that were managed at any time. A DTensor is held: torch can't convert one that is referred to weakly.
         self._ever: MutableMapping[Tensor, None] = WeakTensorKeyDictionary()
         self._ever_held: dict[int, Tensor] = {}
@@ -207,7 +195,7 @@ class Reducer:
 
     def left_dirty(self, parameter: Tensor) -> bool:
         """Whether it was managed until now, and has a gradient that was never synchronized."""
-        return any(parameter is one for one in self._left_dirty)
+        return any(one() is parameter for one in self._left_dirty)
 
     def stepped(self) -> None:
         """An optimizer has stepped on parameters of ours."""
@@ -328,7 +316,10 @@ class Reducer:
 
     def replace(self, managed: Sequence[Managed]) -> None:
         """Goes on with other parameters, or with the same ones changed; learns them anew."""
-        left = [*(self.parameters[index] for index in self.dirty), *self._left_dirty]
+        left = [
+            *(self.parameters[index] for index in self.dirty),
+            *(p for one in self._left_dirty if (p := one()) is not None),
+        ]
         dirty = set(map(id, left))
         before, gradients = self.parameters, self.gradients  # held, with their ids, until this returns
         synchronising = self.synchronising
@@ -336,7 +327,7 @@ class Reducer:
         self._begin_with(managed)
         self.gradients.inherit(gradients, {id(parameter): index for index, parameter in enumerate(before)}, managed)
         still = {id(parameter) for parameter in self.parameters}
-        self._left_dirty = [p for p in left if id(p) not in still and p.grad is not None]
+        self._left_dirty = [weakref.ref(p) for p in left if id(p) not in still and p.grad is not None]
         self.synchronise(synchronising)
         # A parameter that nobody listened to until now may have a gradient that nobody saw arrive.
         for index, one in enumerate(managed):
@@ -555,6 +546,7 @@ class Reducer:
         opened.waited += opened.reduced_at - began
         if flight.bucket.plan.device.type == "cpu":  # elsewhere asking would make the host wait: at the end, then
             self._check_labels(opened, [flight])
+        opened.arrived = opened.delivered
         used = self.delivery.deliver(flight)
         self.gradients.delivered(flight, used, self.rounds)
         if self.stepper is not None:
@@ -601,9 +593,10 @@ class Reducer:
             for reducer in _in_this_backward(self):
                 reducer.launch_rest()
             failed = self._deliver_rest(opened)
-            self._finish(opened)
-            if self.at_close is not None:
-                self.at_close()
+            with _instead(failed):
+                self._finish(opened)
+                if self.at_close is not None:
+                    self.at_close()
             if failed is not None:
                 self._count_round()
                 raise failed
@@ -624,22 +617,16 @@ class Reducer:
 
         The other ranks know nothing of it, and go on: so must this one, to the end of what they do together.
         """
-        failed = None
+        failed: Exception | None = None
         while opened.delivered < len(opened.launched):
             try:
                 self._deliver_next(opened)
-            except _OF_ALL_RANKS:
-                raise
             except Exception as error:
-                if not self._has_guests():
-                    raise
+                here = opened.arrived == opened.delivered or (isinstance(error, HookError) and not error.timed_out)
+                if not here:  # it did not come: neither would the next ones
+                    raise (failed or error) from None
                 failed = failed or error
         return failed
-
-    def _has_guests(self) -> bool:
-        """Whether code of the user's runs while gradients are delivered."""
-        delivery = self.delivery
-        return delivery.hook is not None or delivery.after_reduce is not None or self.stepper is not None
 
     def _report(self, opened: Round, ended_at: float) -> None:
         if self.recorder is not None:
@@ -788,3 +775,12 @@ def _runs_elsewhere(thread: int) -> bool:
     (A thread of autograd's own, for a GPU, is not known to Python, and says nothing.)
     """
     return thread != threading.get_ident() and thread in {one.ident for one in threading.enumerate()}
+
+
+@contextlib.contextmanager
+def _instead(failed: Exception | None) -> Iterator[None]:
+    """If something has failed before, that is told, whatever comes of it inside."""
+    try:
+        yield
+    except Exception as error:
+        raise (failed or error) from None

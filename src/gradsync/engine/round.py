@@ -36,6 +36,7 @@ class Round:
     late: set[int] = field(default_factory=set)
     late_gradients: dict[int, Tensor] = field(default_factory=dict)
     delivered: int = 0  # how many of those launched
+    arrived: int = 0  # how many have come home and were found to be of this round
     first_launch_at: float = 0.0
     reduced_at: float = 0.0
     waited: float = 0.0  # seconds

@@ -7,6 +7,7 @@ they are, not divided; what the future brings replaces them as it is.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import time
 from collections.abc import Callable, Sequence
@@ -73,12 +74,14 @@ class HookWork(NamedTuple):
         began, pause = time.monotonic(), 0.0001
         while not self.future.done():
             if time.monotonic() - began > self.limit:
-                raise HookError(
+                late = HookError(
                     f"rank {self.rank}: communication hook '{self.name}' returned a future that did not complete "
                     f"within {self.limit:g} s, the time limit of the process group. Complete it on every path; if it "
                     "waits for other ranks, see whether the hook raised there; or give init_process_group a longer "
                     "timeout."
                 )
+                late.timed_out = True
+                raise late
             time.sleep(pause)
             pause = min(2 * pause, 0.005)
 
@@ -90,13 +93,16 @@ class HookWork(NamedTuple):
         return found
 
     def wait(self) -> None:
+        self._wait_within_limit()
         try:
             self._take_result()
-        finally:
-            self.tail.wait()  # which all ranks read, whatever the hook did
+        except Exception:
+            with contextlib.suppress(Exception):
+                self.tail.wait()  # which all ranks read, whatever the hook did
+            raise
+        self.tail.wait()
 
     def _take_result(self) -> None:
-        self._wait_within_limit()
         result = self.future.wait()
         if isinstance(result, (list, tuple)) and len(result) == 1:
             result = result[0]
