@@ -728,7 +728,7 @@ class Reducer:
         last = opened.launched[-1].bucket
         self._check_labels(opened, [one for one in opened.launched if one.bucket.plan.device.type != "cpu"])
         if opened.fingerprint is not None and self.comparison is not None:
-            self.comparison.agreed(opened.fingerprint, opened.identity.number)
+            self.comparison.agreed(opened.fingerprint, opened.identity.number, self._transport)
         opened.corrected, incomplete, rows_known, *sparse_used = last.read_extra()
         weight = self.delivery.total_weight(last)
         for index, used in zip(self.plan.sparse, sparse_used, strict=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Sequence
+import zlib
 from functools import lru_cache
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from gradsync import _torch
 
 _WORD = 8  # bytes
+_Memory = ctypes.c_ubyte * (1 << 46)  # one type for all sizes: making one takes longer than a small checksum
 COLUMNS = 1021  # a prime, which no matrix's width is a multiple of
 
 
@@ -36,22 +37,25 @@ def digest(tensor: Tensor) -> str:
     return found.hexdigest()
 
 
-@torch.no_grad()
-def checksum(pieces: Sequence[Tensor]) -> Tensor:
-    """A number that almost certainly differs if any bit of the pieces, flat tensors of one kind, does.
+def crc32_at(address: int, nbytes: int, before: int = 0) -> int:
+    """Of memory that the host can read; `before`: of what comes before it."""
+    return zlib.crc32(memoryview(_Memory.from_address(address))[:nbytes], before) if nbytes else before
 
-    Not cryptographic, but near the speed of memory, on any device and without waiting for it: words are added up in
-    columns, and each column counts an odd number of times. Rows of a matrix begin in different columns.
+
+@torch.no_grad()
+def checksum(flat: Tensor) -> Tensor:
+    """A number that almost certainly differs if any bit of a flat tensor does; for devices whose memory is their own.
+
+    Computed there, and nobody waits for it: words are added up in columns, and each column counts an odd number of
+    times. Rows of a matrix begin in different columns.
     """
-    words = _words(pieces[0] if len(pieces) == 1 else torch.cat(list(pieces)))
+    words = _words(flat)
     weights = _weights(words.device)
     rows = len(words) // COLUMNS
     rows -= rows % 2 == 0 and rows > 0  # an odd number: the uppermost bits of all of them don't cancel in the sum
     whole = rows * COLUMNS
-    if not whole:
-        return torch.dot(_mixed(words), weights[: len(words)])
-    found = torch.dot(_mixed(words[:whole].view(rows, COLUMNS).sum(0)), weights[:COLUMNS])
-    return found + torch.dot(_mixed(words[whole:]), weights[: len(words) - whole]) if whole < len(words) else found
+    found = torch.dot(_mixed(words[whole:]), weights[: len(words) - whole])
+    return found + torch.dot(_mixed(words[:whole].view(rows, COLUMNS).sum(0)), weights[:COLUMNS]) if whole else found
 
 
 def in_memory_order(tensor: Tensor) -> Tensor:
@@ -60,8 +64,7 @@ def in_memory_order(tensor: Tensor) -> Tensor:
     if not values.is_contiguous():
         order = sorted(range(values.dim()), key=values.stride, reverse=True)
         values = values.permute(order)
-    values = values.reshape(-1)
-    return torch.view_as_real(values).view(-1) if values.is_complex() else values
+    return values.reshape(-1)
 
 
 def _mixed(words: Tensor) -> Tensor:

@@ -3,11 +3,14 @@
 Gradients are the same on all ranks after a round, but parameters need not be: another learning rate on one rank, a
 checkpoint loaded by one rank alone, a step left out. So each round carries a fingerprint of some parameters in its last
 bucket. Everything is looked at in rounds 0, 1, 2, 4, ..., 64, as most such mistakes are there from the start; in the
-other rounds it is the turn of a part, so that all have been seen after about 100 rounds.
+other rounds it is the turn of a part. In round 64 the ranks measure what that takes, and choose turns such that it is
+a quarter of a percent of a step at most; everything is then seen within 20 to 60 rounds of a usual model.
 """
 
 from __future__ import annotations
 
+import math
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -16,15 +19,20 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from gradsync import _torch
 from gradsync.errors import ReplicaDivergedError
-from gradsync.guard.fingerprint import COLUMNS, checksum, digest, in_memory_order
+from gradsync.guard.fingerprint import COLUMNS, checksum, crc32_at, digest, in_memory_order
 from gradsync.transport.base import Transport
 
-TURNS = 110
+SHARE = 0.0025
+"""Of a step, that comparing may take on average."""
+TURNS = 150  # until that has been measured
+_LEAST_SECONDS = 50e-6  # that a look takes, however little it looks at
+_AT_ONCE = 0.02  # of a step, if it is too short for a look in each
+_LONGEST = 1000  # rounds until everything has been seen
 _EVERYTHING_UNTIL = 64
 # Less than this is not worth cutting: it is looked at in one go.
 _LEAST_BYTES = 16 * 1024
-_SMALL = 64 * 1024  # bytes
 _ALIGNED = 8 * COLUMNS  # elements: pieces begin there, and fill whole rows of a checksum
 _SHOWN = 5
 _MASK = 2**31 - 1
@@ -41,17 +49,16 @@ class Piece(NamedTuple):
 class Fingerprint:
     """Of some parameters, as they were when it was taken. On a GPU it may still be computed."""
 
-    def __init__(self, sums: Sequence[Tensor], pieces: Sequence[Piece]) -> None:
-        self._sums = sums
+    def __init__(self, crc: int, sums: Sequence[Tensor], pieces: Sequence[Piece]) -> None:
+        self._crc, self._sums = crc, sums
         self.pieces = pieces
 
     def value(self) -> int:
         """A number of 31 bits."""
-        total = 0
+        total = self._crc
         for one in self._sums:
             total = (total * 0x9E3779B97F4A7C15 + int(one)) & (2**64 - 1)
-        total = (total ^ (total >> 29)) * 0xBF58476D1CE4E5B9 & (2**64 - 1)
-        return (total ^ (total >> 32)) & _MASK
+        return (total ^ (total >> 31)) & _MASK
 
 
 class Comparison:
@@ -61,19 +68,49 @@ class Comparison:
         self._named = dict(tensors)
         self._tensors = list(tensors.values())
         self._always = everything
-        self._turns = _take_turns(self._tensors)
         self._all = _whole(self._tensors)
+        self._whole_at = -1  # the latest round in which everything was the same everywhere
+        self._everything = 0.0  # seconds that looking at everything takes
+        self._began = 0.0
+        self._take_turns(TURNS, 1)
+
+    def _take_turns(self, turns: int, every: int) -> None:
+        self._turns, self._every = _cut(self._tensors, turns), every
         # The latest round in which it was the same everywhere.
-        self._seen = dict.fromkeys([piece for turn in self._turns for piece in turn], -1)
+        self._seen = dict.fromkeys([piece for turn in self._turns for piece in turn], self._whole_at)
+
+    @property
+    def period(self) -> int:
+        """After so many rounds everything has been looked at."""
+        return len(self._turns) * self._every
 
     def of_round(self, number: int) -> Fingerprint | None:
         """What this rank holds now of what round `number` compares."""
-        early = number <= _EVERYTHING_UNTIL and number & (number - 1) == 0
-        pieces = self._all if self._always or early else self._turns[number % len(self._turns)] if self._turns else []
-        return take(self._tensors, pieces)
+        if self._always or (number <= _EVERYTHING_UNTIL and number & (number - 1) == 0):
+            began = time.perf_counter()
+            if number == _EVERYTHING_UNTIL // 2:
+                self._began = began
+            found = take(self._tensors, self._all)
+            self._everything = time.perf_counter() - began
+            return found
+        turn, off = divmod(number, self._every)
+        return None if off or not self._turns else take(self._tensors, self._turns[turn % len(self._turns)])
 
-    def agreed(self, fingerprint: Fingerprint, number: int) -> None:
-        self._seen.update(dict.fromkeys(self._seen if fingerprint.pieces is self._all else fingerprint.pieces, number))
+    def agreed(self, fingerprint: Fingerprint, number: int, transport: Transport) -> None:
+        """It was the same on all ranks, which call this together."""
+        if fingerprint.pieces is self._all:
+            self._whole_at = number
+            self._seen = dict.fromkeys(self._seen, number)
+            if number == _EVERYTHING_UNTIL and not self._always and self._began:
+                self._measure(transport)
+        else:
+            self._seen.update(dict.fromkeys(fingerprint.pieces, number))
+
+    def _measure(self, transport: Transport) -> None:
+        """Once: how often to look at how much, so that it takes no more than its share of a step. The same for all."""
+        step = (time.perf_counter() - self._began) / (_EVERYTHING_UNTIL // 2)
+        rows = transport.gather([round(self._everything * 1e9), round(step * 1e9)])
+        self._take_turns(*schedule(max(row[0] for row in rows) / 1e9, min(row[1] for row in rows) / 1e9))
 
     def error(self, transport: Transport, number: int) -> ReplicaDivergedError:
         """Finds out what differs; all ranks do this together."""
@@ -99,18 +136,21 @@ class Comparison:
 
 
 def take(tensors: Sequence[Tensor], pieces: Sequence[Piece]) -> Fingerprint | None:
-    """Of these pieces: small ones of one kind together, which makes a copy of them, large ones where they are."""
-    small: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    sums: list[Tensor] = []
+    """Of these pieces: a CRC-32 of what the host can read, a sum of what is on another device."""
+    crc, elsewhere = 0, list[Tensor]()
     for parameter, start, stop in pieces:
-        flat = in_memory_order(tensors[parameter])
-        part = flat if stop - start == flat.numel() else flat[start:stop]
-        if part.nbytes >= _SMALL:
-            sums.append(checksum([part]))
-        elif part.numel():
-            small.setdefault((part.dtype, part.device), []).append(part)
-    sums += map(checksum, small.values())
-    return Fingerprint(sums, pieces) if sums else None
+        tensor = _torch.local(tensors[parameter])
+        start, stop = min(start, tensor.numel()), min(stop, tensor.numel())  # `.data` may be another one by now
+        if tensor.device.type == "cpu" and tensor.is_contiguous():  # without a tensor made on the way
+            size = tensor.element_size()
+            crc = crc32_at(tensor.data_ptr() + start * size, (stop - start) * size, crc)
+            continue
+        flat = in_memory_order(tensor)
+        if flat.device.type == "cpu":
+            crc = crc32_at(flat.data_ptr() + start * flat.element_size(), (stop - start) * flat.element_size(), crc)
+        elif stop > start:
+            elsewhere.append(checksum(flat[start:stop]))
+    return Fingerprint(crc, elsewhere, pieces) if pieces else None
 
 
 def of_all(tensors: Sequence[Tensor]) -> int:
@@ -120,27 +160,36 @@ def of_all(tensors: Sequence[Tensor]) -> int:
 
 
 def _whole(tensors: Sequence[Tensor]) -> list[Piece]:
-    return [Piece(index, 0, in_memory_order(tensor).numel()) for index, tensor in enumerate(tensors)]
+    return [Piece(index, 0, tensor.numel()) for index, tensor in enumerate(map(_torch.local, tensors))]
 
 
-def _take_turns(tensors: Sequence[Tensor]) -> list[list[Piece]]:
-    """Cuts the tensors into about `TURNS` parts of equal size."""
-    flats = [in_memory_order(tensor) for tensor in tensors]
-    size = max(sum(flat.nbytes for flat in flats) // TURNS, _LEAST_BYTES)
-    turns: list[list[Piece]] = [[]]
+def schedule(everything: float, step: float) -> tuple[int, int]:
+    """In how many turns, and in each how manieth round, parameters are looked at; by what both take, in seconds."""
+    budget = SHARE * step
+    if budget >= 2 * _LEAST_SECONDS:
+        return min(math.ceil(everything / (budget - _LEAST_SECONDS)), _LONGEST), 1
+    turns = max(math.ceil(everything / (_AT_ONCE * step)), 1)
+    return turns, min(math.ceil((everything / turns + _LEAST_SECONDS) / budget), max(_LONGEST // turns, 1))
+
+
+def _cut(tensors: Sequence[Tensor], turns: int) -> list[list[Piece]]:
+    """Cuts the tensors into about so many parts of equal size."""
+    locals_ = [_torch.local(tensor) for tensor in tensors]
+    size = max(sum(tensor.nbytes for tensor in locals_) // turns, _LEAST_BYTES)
+    parts: list[list[Piece]] = [[]]
     left = size
-    for index, flat in enumerate(flats):
-        start, item = 0, flat.element_size()
-        while start < flat.numel():
+    for index, tensor in enumerate(locals_):
+        start, item = 0, tensor.element_size()
+        while start < tensor.numel():
             step = max(left // item // _ALIGNED, 1) * _ALIGNED
-            stop = min(start + step, flat.numel())
-            turns[-1].append(Piece(index, start, stop))
+            stop = min(start + step, tensor.numel())
+            parts[-1].append(Piece(index, start, stop))
             left -= (stop - start) * item
             start = stop
             if left <= 0:
-                turns.append([])
+                parts.append([])
                 left = size
-    return [turn for turn in turns if turn]
+    return [part for part in parts if part]
 
 
 # --- at once and complete --------------------------------------------------------------------------------
