@@ -236,9 +236,9 @@ class Reducer:
             return
         try:
             self._launch_nothing(opened, Kind.ABANDONED)
-            # If it was a hook that failed, that is known.
-            with contextlib.suppress(*[HookError, RuntimeError] if self.delivery.hook is not None else []):
-                self._await_all(opened)
+            self._await_all(
+                opened, lenient=self.delivery.hook is not None
+            )  # if it was a hook that failed, that is known
             if opened.launched[-1].work.differing() & IDENTITY:
                 raise self._mismatch(opened, Kind.ABANDONED)
             self._count_round()
@@ -253,9 +253,16 @@ class Reducer:
             opened.launched.append(self.delivery.launch_nothing(self.buckets[number], number, last, label))
             self._launches += 1
 
-    def _await_all(self, opened: Round) -> None:
+    def _await_all(self, opened: Round, lenient: bool = False) -> None:
+        """`lenient`: whatever a communication hook has to say."""
         for number, flight in enumerate(opened.launched):
-            self._await(opened, number, flight)
+            try:
+                self._await(opened, number, flight)
+            except (ReplicaLostError, RoundTimeoutError):
+                raise
+            except Exception:
+                if not lenient:
+                    raise
 
     def _await(self, opened: Round, number: int, flight: InFlight) -> None:
         try:
