@@ -979,3 +979,46 @@ def test_synchronised_steps_where_local_ones_are_allowed(ranks: Ranks, front: st
     for found in ranks(synchronised_inside, 2, front):
         assert found is not None
         assert found.round == 2
+
+
+def joined_beyond_the_measured_round(front: str, transport: str) -> None:
+    """Rank 1 runs out of data before round 64, in which the ranks choose how often to look."""
+    training = train(front, transport=transport)
+    with Join([training.replica]):
+        for step in range(70 if dist.get_rank() == 0 else 60):
+            training.backward(step)
+            training.optimizer.step()
+    same_everywhere(training.module)
+
+
+@FRONTS
+@TRANSPORTS
+def test_a_rank_without_data_when_the_ranks_choose(ranks: Ranks, front: str, transport: str) -> None:
+    ranks(joined_beyond_the_measured_round, 2, front, transport)
+
+
+def one_is_not_compared(transport: str) -> None:
+    """Rank 2 trained alone on purpose: the others still compare, and it takes part in finding out what differs."""
+    training = train("replicate", transport=transport, verify="every")
+    training.backward(0)
+    training.optimizer.step()
+    if training.rank == 2:
+        with training.replica.no_sync():
+            training.backward(1)
+        with gradsync.allow_unsynchronized_steps():
+            training.optimizer.step()
+        training.optimizer.zero_grad()
+    else:
+        training.optimizer.step()
+    for step in range(2, 70):
+        training.backward(step)
+        training.optimizer.step()
+    if training.odd:
+        training.parameter().data[0] += 1
+    with pytest.raises(ReplicaDivergedError, match=r"2\.bias"):
+        training.backward(70)
+
+
+@TRANSPORTS
+def test_a_rank_that_is_not_compared(ranks: Ranks, transport: str) -> None:
+    ranks(one_is_not_compared, 3, transport)

@@ -25,7 +25,7 @@ def test_comparing_takes_its_share_of_a_step(everything: float, step: float) -> 
 @given(st.lists(st.integers(0, 5000), min_size=1, max_size=12), st.integers(1, 300))
 def test_every_element_has_its_turn(sizes: list[int], first: int) -> None:
     tensors = {str(at): torch.zeros(size) for at, size in enumerate(sizes)}
-    comparison = Comparison(tensors, everything=False)
+    comparison = Comparison(tensors, "auto")
     seen = {name: torch.zeros(len(tensor)) for name, tensor in tensors.items()}
     for number in range(first + 64, first + 64 + comparison.period):
         found = comparison.of_round(number)
@@ -53,7 +53,7 @@ def test_what_a_fingerprint_sees(dtype: torch.dtype, shape: tuple[int, int]) -> 
 
 def test_sizes_that_changed_are_not_read_beyond() -> None:
     parameter = torch.nn.Parameter(torch.ones(5000))
-    comparison = Comparison({"p": parameter}, everything=True)
+    comparison = Comparison({"p": parameter}, "every")
     before = comparison.of_round(0)
     parameter.data = torch.ones(3)
     after = comparison.of_round(1)

@@ -284,6 +284,7 @@ class Engine:
         self.join(None)
         self.reducer.move_to(transport)
         self.group, self.transport, self.buffers.transport = group, transport, transport
+        self._compare(anew=True)
         self.statistics.transport = f"{transport.name}: {transport.reason}"
         self.left_out = False
 
@@ -319,8 +320,9 @@ class Engine:
 
     def trained_alone(self) -> None:
         """Replicas differ on purpose from now on: nobody compares them until `verify` finds them equal."""
-        self._apart = True
-        self.reducer.comparison = None
+        if not self._apart:
+            self._apart = True
+            self._compare()
 
     def unmanaged(self) -> dict[int, str]:
         """Names, by their ids, of parameters inside the modules that are not managed now, and not ignored."""
@@ -337,11 +339,12 @@ class Engine:
         registered = {id(entry.parameter) for entry in self.roster.entries}
         return inside | registered | {id(parameter) for parameter in self._left_alone}
 
-    def _compare(self) -> None:
-        """From now on each round compares some parameters."""
+    def _compare(self, anew: bool = False) -> None:
+        """From now on each round compares some of the present parameters; `anew`: with other ranks."""
         tensors = self._compared()
-        compares = self._verify != "never" and not self._apart and self.transport.size > 1 and tensors
-        self.reducer.comparison = Comparison(tensors, self._verify == "every") if compares else None
+        before = None if anew else self.reducer.comparison
+        alone = self.transport.size == 1 or not tensors
+        self.reducer.comparison = None if alone else Comparison(tensors, self._verify, self._apart, before)
 
     def _compared(self) -> dict[str, Tensor]:
         return {entry.name: entry.parameter for entry in self.roster.entries}

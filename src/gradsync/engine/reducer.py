@@ -101,9 +101,9 @@ class Reducer:
         """What must be set alike on all ranks, a line `name: value` for each."""
         self._process = os.getpid()
         self.comparison: Comparison | None = None
-        """Compares the replicas' parameters while training; None: nobody does."""
+        """Compares the replicas' parameters while training; None: there is nothing to compare."""
         self._number = 0  # of the next round, as all ranks of the group count them
-        self._launches = 0  # buckets that have left over this transport
+        self._launches = self._mismatches = 0  # buckets that have left, and rounds that were not the same everywhere
         self._stepped: bool | None = None  # since the latest round; None: not known, or not to be compared
         self.recorder: Recorder | None = None
         self.at_open: Callable[[bool], bool] | None = None
@@ -236,9 +236,8 @@ class Reducer:
             return
         try:
             self._launch_nothing(opened, Kind.ABANDONED)
-            self._await_all(
-                opened, lenient=self.delivery.hook is not None
-            )  # if it was a hook that failed, that is known
+            # If it was a communication hook that failed, that is known.
+            self._await_all(opened, lenient=self.delivery.hook is not None)
             if opened.launched[-1].work.differing() & IDENTITY:
                 raise self._mismatch(opened, Kind.ABANDONED)
             self._count_round()
@@ -283,7 +282,8 @@ class Reducer:
         )
         positions: list[Position | None] = [None] * self.size
         positions[self.rank] = mine
-        topic = f"positions/{self.serial}/{self._launches}"
+        self._mismatches += 1
+        topic = f"positions/{self.serial}/{self._launches}/{self._mismatches}"
         with contextlib.suppress(Exception):  # a rank that says nothing is named in the error
             said = self._transport.agree(topic, mine.pack(), min(self._transport.limit, _EXPLAIN_SECONDS))
             positions = [Position.unpack(text) for text in said]
@@ -310,7 +310,10 @@ class Reducer:
         """Opens a round in which this rank brings nothing, or goes on with one whose backward has raised."""
         if self._round is None:
             if not may_open(True):
-                raise UnfinishedRoundError(f"rank {self.rank}: there is no round to skip for {self._about.name}")
+                raise UnfinishedRoundError(
+                    f"rank {self.rank}: there is no round of {self._about.name} to skip: another wrapper of the same "
+                    "module was made since. Call skip_round() on that one."
+                )
             self.open_round()
         for index in self.dirty:
             self._slots[index].grad = None
@@ -734,8 +737,8 @@ class Reducer:
         assert self.plan is not None
         last = opened.launched[-1].bucket
         self._check_labels(opened, [one for one in opened.launched if one.bucket.plan.device.type != "cpu"])
-        if opened.fingerprint is not None and self.comparison is not None:
-            self.comparison.agreed(opened.fingerprint, opened.identity.number, self._transport)
+        if self.comparison is not None:
+            self.comparison.round_closed(opened.identity.number, opened.fingerprint, self._transport)
         opened.corrected, incomplete, rows_known, *sparse_used = last.read_extra()
         weight = self.delivery.total_weight(last)
         for index, used in zip(self.plan.sparse, sparse_used, strict=True):

@@ -62,19 +62,27 @@ class Fingerprint:
 
 
 class Comparison:
-    """Which parameters have been compared, up to which round, and whose turn it is."""
+    """Which parameters have been compared, up to which round, and whose turn it is.
 
-    def __init__(self, tensors: Mapping[str, Tensor], everything: bool) -> None:
+    Every rank has one, also one whose values are not compared: what all ranks do together, all of them must do.
+    """
+
+    def __init__(
+        self, tensors: Mapping[str, Tensor], mode: str, paused: bool = False, before: Comparison | None = None
+    ) -> None:
+        """`paused`: this rank's values are not compared for now. `before`: whose turns go on."""
         self._named = dict(tensors)
         self._tensors = list(tensors.values())
-        self._always = everything
+        self._always, self._measures = mode == "every", mode == "auto"
+        self.paused = paused or mode == "never"
         self._all = _whole(self._tensors)
         self._whole_at = -1  # the latest round in which everything was the same everywhere
         self._everything = 0.0  # seconds that looking at everything takes
         self._began = 0.0
-        self._take_turns(TURNS, 1)
+        self._take_turns(*((TURNS, 1) if before is None else before._chosen))
 
     def _take_turns(self, turns: int, every: int) -> None:
+        self._chosen = turns, every
         self._turns, self._every = _cut(self._tensors, turns), every
         # The latest round in which it was the same everywhere.
         self._seen = dict.fromkeys([piece for turn in self._turns for piece in turn], self._whole_at)
@@ -86,6 +94,8 @@ class Comparison:
 
     def of_round(self, number: int) -> Fingerprint | None:
         """What this rank holds now of what round `number` compares."""
+        if self.paused:
+            return None
         if self._always or (number <= _EVERYTHING_UNTIL and number & (number - 1) == 0):
             began = time.perf_counter()
             if number == _EVERYTHING_UNTIL // 2:
@@ -96,21 +106,23 @@ class Comparison:
         turn, off = divmod(number, self._every)
         return None if off or not self._turns else take(self._tensors, self._turns[turn % len(self._turns)])
 
-    def agreed(self, fingerprint: Fingerprint, number: int, transport: Transport) -> None:
-        """It was the same on all ranks, which call this together."""
-        if fingerprint.pieces is self._all:
+    def round_closed(self, number: int, fingerprint: Fingerprint | None, transport: Transport) -> None:
+        """What was compared is the same on all ranks. All of them call this, also those that compared nothing."""
+        if fingerprint is not None and fingerprint.pieces is self._all:
             self._whole_at = number
             self._seen = dict.fromkeys(self._seen, number)
-            if number == _EVERYTHING_UNTIL and not self._always and self._began:
-                self._measure(transport)
-        else:
+        elif fingerprint is not None:
             self._seen.update(dict.fromkeys(fingerprint.pieces, number))
+        if number == _EVERYTHING_UNTIL and self._measures:
+            self._measure(transport)
 
     def _measure(self, transport: Transport) -> None:
         """Once: how often to look at how much, so that it takes no more than its share of a step. The same for all."""
-        step = (time.perf_counter() - self._began) / (_EVERYTHING_UNTIL // 2)
+        step = (time.perf_counter() - self._began) / (_EVERYTHING_UNTIL // 2) if self._began else 0.0
         rows = transport.gather([round(self._everything * 1e9), round(step * 1e9)])
-        self._take_turns(*schedule(max(row[0] for row in rows) / 1e9, min(row[1] for row in rows) / 1e9))
+        steps = [row[1] for row in rows if row[1]]
+        if steps:
+            self._take_turns(*schedule(max(row[0] for row in rows) / 1e9, min(steps) / 1e9))
 
     def error(self, transport: Transport, number: int) -> ReplicaDivergedError:
         """Finds out what differs; all ranks do this together."""
