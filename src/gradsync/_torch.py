@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, Store
 from torch._utils import _get_device_index
 from torch.autograd import Variable
 from torch.autograd.graph import Node, get_gradient_edge
@@ -216,20 +217,80 @@ def twin_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
     return made
 
 
-def gloo(store: Store, name: str, rank: int, size: int, seconds: float) -> Any:
-    """Connections between some ranks, beside c10d's table of groups: that names groups by counting those it has made,
-    which other ranks would not count. For its own method `allreduce`.
+def gloo_of(group: dist.ProcessGroup) -> Any:
+    """What carries the group's tensors on the CPU, if that is gloo itself (2.13: not if c10d is set to debug)."""
+    try:
+        backend = group._get_backend(torch.device("cpu"))
+    except RuntimeError:  # a group for GPUs, or one that is written in Python
+        return None
+    return backend if type(backend) is getattr(dist, "ProcessGroupGloo", None) else None
+
+
+def connect_gloo(like: Any, store: Store, name: str, rank: int, size: int, seconds: float) -> Any:
+    """Connections of their own between some ranks of a gloo group, through the same network device and its thread.
+
+    Beside c10d's table of groups: that names groups by counting those that a rank has made, which other ranks would
+    not count, and gives names twice. Ends when the last reference does. (2.13: has the collectives that a group has.)
     """
-    return dist.ProcessGroupGloo(PrefixStore(name, store), rank, size, timedelta(seconds=seconds))
+    if like is None:  # a network device of its own, as the environment says
+        return dist.ProcessGroupGloo(PrefixStore(name, store), rank, size, timedelta(seconds=seconds))
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = like.options._devices
+    options._threads = 2
+    options._timeout = timedelta(seconds=seconds)
+    return dist.ProcessGroupGloo(PrefixStore(name, store), rank, size, options)
+
+
+def break_off(gloo: Any) -> None:
+    """Ends what is under way, with an error here and on the other ranks: gloo would wait for it when it is freed.
+
+    (2.13: its `abort` does nothing, but after a receive that takes too long it closes all connections.)
+    """
+    other = (gloo.rank() + 1) % gloo.size()
+    with contextlib.suppress(RuntimeError):
+        gloo.recv([torch.zeros(1)], other, _UNUSED_TAG).wait(timedelta(milliseconds=1))
+
+
+_UNUSED_TAG = 0x67720000
+
+
+def all_reduce(group: Any, tensor: Tensor) -> dist.Work:
+    """Starts a sum. By the group's own method: a group written in Python need not be in c10d's table."""
+    options = dist.AllreduceOptions()
+    options.asyncOp = True
+    started: dist.Work = group.allreduce([_as_real(tensor)], options)
+    return started
+
+
+def broadcast(group: Any, tensor: Tensor, root: int) -> dist.Work:
+    """Starts a broadcast from a rank of the group."""
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor, options.asyncOp = root, 0, True
+    started: dist.Work = group.broadcast([tensor], options)
+    return started
+
+
+def all_gather(group: Any, of_all: list[Tensor], mine: Tensor) -> dist.Work:
+    """Starts collecting a tensor of the same shape from each rank."""
+    options = AllgatherOptions()
+    options.asyncOp = True
+    started: dist.Work = group.allgather([list(map(_as_real, of_all))], [_as_real(mine)], options)
+    return started
+
+
+def _as_real(tensor: Tensor) -> Tensor:
+    """(2.13: no backend adds up complex numbers.)"""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
     """How long the group's collectives may take (2.13: an option of the backend, not of the group)."""
     for device in device_types(group):
-        options = getattr(group._get_backend(device), "options", None)
-        if options is not None:
-            found: timedelta = options._timeout
-            return found
+        with contextlib.suppress(RuntimeError):  # written in Python
+            options = getattr(group._get_backend(device), "options", None)
+            if options is not None:
+                found: timedelta = options._timeout
+                return found
     return default_pg_timeout
 
 

@@ -17,7 +17,7 @@ ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 def resolve_group(group: dist.ProcessGroup | None, device_type: str) -> dist.ProcessGroup:
     """The given group, else the default one, made from the environment if there is none yet."""
     if group is not None:
-        if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
+        if not isinstance(group, dist.ProcessGroup) or group.rank() < 0:
             raise NoProcessGroupError(
                 f"this process is not a member of the process group it was given ({group!r}). Every rank that "
                 "replicates a module must belong to the group: pass the one that dist.new_group() returned here."

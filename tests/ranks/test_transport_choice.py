@@ -213,7 +213,7 @@ def unreachable() -> None:
 
 
 def failing(fault: Callable[[], None], faulty: int, wish: str) -> tuple[str, str, list[str], str]:
-    """Over a part of the world, for which no group is made: the fault must meet the handshake, not gloo."""
+    """Without connections of its own: the fault must meet the handshake, not gloo."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     dist.init_process_group("gloo")  # with a store behind a socket: one in a file would need descriptors
     group = dist.new_group([0, 1, 2])
@@ -226,7 +226,7 @@ def failing(fault: Callable[[], None], faulty: int, wish: str) -> tuple[str, str
         fault()
     began = time.monotonic()
     try:
-        found = choose(group, wish, [])
+        found = choose(group, wish, [], own=False)
     finally:
         assert time.monotonic() - began < meeting.HANDSHAKE_SECONDS / 2, "nobody waits for a rank that has said no"
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
@@ -273,30 +273,32 @@ def dies_in_the_handshake() -> None:
 def test_a_rank_that_dies_in_the_handshake_is_named(ranks: Ranks) -> None:
     first, killed, last = ranks.outcomes(dies_in_the_handshake, 3)
     assert killed.end is End.KILLED
-    assert_raised([first, last], ReplicaLostError, "no word from rank 1")
+    assert_raised([first, last], ReplicaLostError, "rank 1 is gone: its process ended")
 
 
-def never_comes(absent: int) -> None:
-    """The group's limit counts: another rank may take long to build its model."""
+def never_comes(absent: int, ends: bool) -> None:
+    """The group's limit counts: another rank may take long to build its model. But one that ended won't come."""
     dist.init_process_group("gloo")
     group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
     dist.barrier()
     if dist.get_rank() == absent:
+        if not ends:
+            time.sleep(4)
         os._exit(3)
     if dist.get_rank() < 2:
         make("replicate", build(), process_group=group)
 
 
 def test_a_rank_that_never_comes_is_named(ranks: Ranks) -> None:
-    outcomes = ranks.outcomes(never_comes, 3, 1, backend=None)
+    outcomes = ranks.outcomes(never_comes, 3, 1, False, backend=None)
     assert outcomes[1].exit_code == 3
     assert_raised(outcomes[:1], ReplicaLostError, "no word from rank 1", "see its own output")
 
 
 def test_a_store_that_is_gone(ranks: Ranks) -> None:
     """It lives in the process of rank 0."""
-    outcomes = ranks.outcomes(never_comes, 3, 0, backend=None)
-    assert_raised(outcomes[1:2], GradsyncError, "the store .* is gone|no word from rank 0")
+    outcomes = ranks.outcomes(never_comes, 3, 0, True, backend=None)
+    assert_raised(outcomes[1:2], GradsyncError, "the store .* is gone|rank 0 is gone")
 
 
 # --- numbered anew -----------------------------------------------------------------------------------------

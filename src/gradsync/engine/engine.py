@@ -78,6 +78,19 @@ class Engine:
         """`ignored`: names inside the modules; `left_alone`: parameters outside of them, of which nobody is warned;
         `copied`: from another replica, so that all ranks hold the same without a word.
         """
+        with transport.starting():
+            self._make(modules, transport, options, ignored, form, left_alone, copied)
+
+    def _make(
+        self,
+        modules: Sequence[nn.Module],
+        transport: Transport,
+        options: Options,
+        ignored: frozenset[str],
+        form: Form | None,
+        left_alone: Iterable[Tensor],
+        copied: bool,
+    ) -> None:
         self.modules = list(modules)
         self.module = self.modules[0]
         self.transport = transport

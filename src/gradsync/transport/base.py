@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol
 
 import torch
@@ -67,6 +68,9 @@ class Transport(Protocol):
     @property
     def progress(self) -> Callable[[], None] | None:
         """To be called now and then while something is under way, by a transport that has no thread for it."""
+
+    def starting(self) -> AbstractContextManager[None]:
+        """Inside, the replica is made, on all ranks. Those that fail or end meanwhile are named, at once."""
 
     def allocate(self, requests: Sequence[Request]) -> list[Tensor]:
         """Memory for buckets, with anything in it, from which this transport reduces best.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,12 +19,13 @@ from torch import Tensor
 from gradsync import _torch
 from gradsync.errors import ReplicaLostError, RoundTimeoutError
 from gradsync.transport import label as labels
-from gradsync.transport import under_way
-from gradsync.transport.base import Work
+from gradsync.transport import own_group, under_way
+from gradsync.transport.base import SparseWork, Work
 from gradsync.transport.label import Label
 from gradsync.transport.link import Link
 from gradsync.transport.process_group import ProcessGroupTransport
 from gradsync.transport.shared_memory import SharedMemoryTransport
+from gradsync.transport.store import PATIENCE, Causes
 from gradsync.transport.symmetric import HostMemory, SymmetricTensor
 
 
@@ -35,10 +36,10 @@ class HierarchicalTransport(SharedMemoryTransport):
     usual_caps = ProcessGroupTransport.usual_caps
     _room = labels.PLACES  # for what the ranks of this host say of a sum: it crosses with it
 
-    def __init__(self, group: ProcessGroupTransport, memory: HostMemory, hosts: Sequence[Sequence[int]]) -> None:
+    def __init__(self, group: ProcessGroupTransport, memory: HostMemory, bridge: Bridge) -> None:
         super().__init__(group, memory)
-        self.reason = f"{group.size} ranks are on {len(hosts)} hosts"
-        self._bridge = Bridge(group, hosts)
+        self.reason = f"{group.size} ranks are on {bridge.hosts} hosts"
+        self._bridge = bridge
         memory.link.restless = _restless
 
     @property
@@ -46,43 +47,73 @@ class HierarchicalTransport(SharedMemoryTransport):
         """As over a process group: the other hosts can't see how many rows there are."""
         return None
 
+    # What is rare or odd goes the way of the process group: not all ranks see the same memory.
+
     def broadcast(self, tensors: Sequence[Tensor], source: int) -> None:
         self._group.broadcast(tensors, source)
+
+    def reduce_sparse(self, gradient: Tensor, scale: float) -> SparseWork:
+        return self._group.reduce_sparse(gradient, scale)
+
+    def gather(self, numbers: Sequence[int]) -> list[list[int]]:
+        return self._group.gather(numbers)
+
+    def gather_text(self, text: str) -> list[str]:
+        return self._group.gather_text(text)
+
+    def _reduce_elsewhere(self, buffer: Tensor, scale: float, label: Label) -> Work:
+        return self._group.reduce(buffer, scale, label)
 
     def _begin(self, found: SymmetricTensor, scale: float, start: int, stop: int, label: Label) -> Work:
         return Crossing(self._bridge, found, scale, start, stop, label)
 
 
+def connect_bridge(
+    group: ProcessGroupTransport, hosts: Sequence[Sequence[int]], number: int, check: Callable[[], None], causes: Causes
+) -> Bridge:
+    """Connects this rank with those that carry the same across on the other hosts; all ranks together."""
+    host = next(ranks for ranks in hosts if group.rank in ranks)
+    shares = len({len(ranks) for ranks in hosts}) == 1
+    position = host.index(group.rank)
+    carriers = [ranks[position if shares else 0] for ranks in hosts]
+    carries = len(hosts) > 1 and (shares or position == 0)
+    gloo = None
+    if carries:
+        name = f"gradsync/bridge/{number}/{position}"
+        like, at = _torch.gloo_of(group.group), hosts.index(host)
+        # It gives up after us: what we say is better.
+        limit = group.limit + 5 * PATIENCE
+        gloo = own_group.connect_gloo(like, group.store, name, at, len(hosts), limit, check)
+    others = [rank for rank in carriers if rank not in host]
+    return Bridge(group, len(hosts), shares, shares or position == 0, others, gloo, causes)
+
+
 class Bridge:
     """This rank's connection with the other hosts, if it has one. Sums cross in the order in which they began."""
 
-    def __init__(self, group: ProcessGroupTransport, hosts: Sequence[Sequence[int]]) -> None:
-        host = next(ranks for ranks in hosts if group.rank in ranks)
-        self.shares = len({len(ranks) for ranks in hosts}) == 1
-        """Whether each rank carries its own share."""
-        position = host.index(group.rank)
-        carriers = [ranks[position if self.shares else 0] for ranks in hosts]
-        self.ends = carriers if self.shares or position == 0 else []
-        self.others = [rank for rank in carriers if rank not in host]
+    def __init__(
+        self,
+        group: ProcessGroupTransport,
+        hosts: int,
+        shares: bool,
+        ends: bool,
+        others: Sequence[int],
+        gloo: Any,
+        causes: Causes,
+    ) -> None:
+        """`shares`: each rank carries its own share; `ends`: this rank carries something, by way of `gloo`."""
+        self.hosts, self.shares, self.ends, self.others = hosts, shares, ends, list(others)
         self.queue: deque[Crossing] = deque()
         self._rank, self._limit = group.rank, group.limit
+        self._causes = causes
         self._under_way: list[Any] = []
-        number = group.count("bridges")
-        self._gloo = (
-            _torch.gloo(
-                _torch.store_of(group.group),
-                f"gradsync/bridge/{number}/{position}",
-                hosts.index(host),
-                len(hosts),
-                group.limit,
-            )
-            if len(self.ends) > 1
-            else None
-        )
+        self._gloo = gloo
+        if gloo is not None:
+            own_group.release_with(self, gloo, self._under_way)
         _bridges.add(self)
 
     def busy(self) -> bool:
-        self._under_way = [work for work in self._under_way if not work.is_completed()]
+        self._under_way[:] = [work for work in self._under_way if not work.is_completed()]
         return bool(self._under_way)
 
     def send(self, sums: Tensor) -> Any:
@@ -101,20 +132,22 @@ class Bridge:
         try:
             work.wait()
         except RuntimeError as error:
+            lost = self._causes.first(self.others)
             raise ReplicaLostError(
-                f"rank {self._rank}: the connection with rank {', '.join(map(str, self.others))} on the other hosts "
-                f"broke: {error}. Either a process ended, see its own output, or the network failed, or a rank took "
-                "longer than the group's timeout.",
-                self.others,
+                f"rank {self._rank}: the connection with the other hosts broke, where rank {_listed(lost)} is gone, or "
+                f"the network is: {error}. See that rank's own output. Start the job again from the last checkpoint "
+                "(torchrun --max-restarts does).",
+                lost,
             ) from None
         return True
 
     def late(self) -> RoundTimeoutError:
+        late = self._causes.first(self.others, min(self._limit, PATIENCE))
         return RoundTimeoutError(
-            f"rank {self._rank}: waited {self._limit:g} s for rank {', '.join(map(str, self.others))} on the other "
-            "hosts. Either it is slow or stuck, or the network is: look at what it does (py-spy dump), or give the "
-            "process group a longer timeout.",
-            self.others,
+            f"rank {self._rank}: waited {self._limit:g} s for rank {_listed(late)}. Either it is slow or stuck, or the "
+            "network between the hosts is: look at what it does (py-spy dump), or give the process group a longer "
+            "timeout.",
+            late,
         )
 
 
@@ -124,6 +157,10 @@ _bridges: weakref.WeakSet[Bridge] = weakref.WeakSet()
 
 def _restless(link: Link) -> bool:
     return any(bridge.busy() for bridge in _bridges) or under_way.waited_for_elsewhere(link)
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))
 
 
 class Crossing:
@@ -185,12 +222,12 @@ class Crossing:
             return
         try:
             self._bridge.arrived(self._work)  # raises if it broke while somebody waited for another one
-            self._tensor.await_all(lambda: self._tensor.missing(self._operation))
-        except RoundTimeoutError:
-            under_way.give_up(self)
-            if self._has_crossed() or not self._tensor.is_added_up(self._operation):
-                raise
-            raise self._bridge.late() from None  # this host is in time
+            self._tensor.await_all(lambda: self._tensor.missing(self._operation), self._late)
         except BaseException:
             under_way.give_up(self)
             raise
+
+    def _late(self) -> Exception | None:
+        """If this host is in time, it is another one that is late."""
+        in_time = not self._has_crossed() and self._tensor.is_added_up(self._operation)
+        return self._bridge.late() if in_time else None

@@ -24,6 +24,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from gradsync.errors import ForkedError, ReplicaLostError, RoundTimeoutError
+from gradsync.transport.store import PATIENCE, Causes
 
 # A wait first looks without sleeping for so long: ranks in step need less, and waking up takes about as long.
 SPIN = 100e-6
@@ -32,11 +33,26 @@ NAP, LONGEST_NAP = 1e-3, 50e-3
 RESTLESS_NAP = 1e-3
 # While waiting for a rank to connect, how often to look whether it has said that it can't.
 _LOOK_UP = 0.1
+_BACKLOG = 1024
+# Visitors that may be let in before they have said who they are, besides those who are expected.
+_MOST_SILENT = 64
 _GREETING = struct.Struct("=16sq")
 _CHANNEL = struct.Struct("=i")
 _MESSAGE = 64 * 1024
 _WAKE = b"w"
 _CREDENTIALS = struct.Struct("3i")
+
+
+def _never(_: Link) -> bool:
+    return False
+
+
+def _nothing() -> None:
+    return None
+
+
+def _nothing_with(_: bool) -> None:
+    return
 
 
 class HandshakeError(Exception):
@@ -56,14 +72,20 @@ class Door:
         self.name = "gradsync-" + os.urandom(12).hex()
         self.socket = _socket()
         self.socket.bind("\0" + self.name)
-        self.socket.listen(1024)
+        self.socket.listen(_BACKLOG)
 
     def close(self) -> None:
         self.socket.close()
 
 
 def connect(
-    door: Door, rank: int, names: Mapping[int, str], token: bytes, seconds: float, failed: Callable[[int], bool]
+    door: Door,
+    rank: int,
+    names: Mapping[int, str],
+    token: bytes,
+    seconds: float,
+    failed: Callable[[int], bool],
+    causes: Causes | None = None,
 ) -> Link:
     """Connects this rank with those in `names`, which all do the same now; one that has `failed` won't come."""
     deadline = time.monotonic() + seconds
@@ -83,14 +105,15 @@ def connect(
         raise
     finally:
         door.close()
-    return Link(rank, sockets)
+    return Link(rank, sockets, causes)
 
 
 class Link:
     """This rank's sockets to the other ranks of its host."""
 
-    def __init__(self, rank: int, sockets: Mapping[int, socket.socket]) -> None:
+    def __init__(self, rank: int, sockets: Mapping[int, socket.socket], causes: Causes | None = None) -> None:
         self.rank = rank
+        self._causes = causes
         self.peers = sorted(sockets)
         self.ranks = sorted([rank, *sockets])
         self.restless: Callable[[Link], bool] = _never
@@ -153,10 +176,18 @@ class Link:
         self.wait(lambda: bool(inbox), limit, lambda: [peer], "a message")
         return inbox.popleft()
 
-    def wait(self, ready: Callable[[], bool], limit: float, who: Callable[[], list[int]], what: str) -> None:
+    def wait(
+        self,
+        ready: Callable[[], bool],
+        limit: float,
+        who: Callable[[], list[int]],
+        what: str,
+        late: Callable[[], Exception | None] = _nothing,
+    ) -> None:
         """Returns once `ready()`; raises if a rank that is waited for is gone, or takes longer than `limit`.
 
-        `who`: the ranks without which it can't become ready, asked for only when something is wrong.
+        `who`: the ranks without which it can't become ready, asked for only when something is wrong. `late`: what to
+        raise if none of them is to blame for the time it took.
         """
         if ready():
             return
@@ -179,7 +210,7 @@ class Link:
             if self.gone and (lost := self.gone.intersection(who())):
                 raise self._lost(sorted(lost))
             if time.monotonic() - began > limit:
-                raise self._late(who(), limit, what)
+                raise late() or self._late(who(), limit, what)
             nap = min(nap * 1.5, LONGEST_NAP)
 
     @contextlib.contextmanager
@@ -237,6 +268,8 @@ class Link:
                 self._poll.unregister(descriptor)
 
     def _lost(self, peers: list[int]) -> Exception:
+        if self._causes is not None:
+            peers = self._causes.first(peers)
         message = (
             f"rank {self.rank}: rank {_listed(peers)} is gone: the process ended, or gave up its replica. Its own "
             "output says why. Start the job again from the last checkpoint (torchrun --max-restarts does)."
@@ -244,6 +277,8 @@ class Link:
         return self._trouble(ReplicaLostError(message, peers))
 
     def _late(self, peers: list[int], limit: float, what: str) -> Exception:
+        if self._causes is not None:
+            peers = self._causes.first(peers, min(limit, PATIENCE))
         message = (
             f"rank {self.rank}: waited {limit:g} s for {what} from rank {_listed(peers)}, whose process is alive. It "
             "is slow, stuck, or went another way: look at what it does (py-spy dump), or give the process group a "
@@ -300,10 +335,15 @@ def _let_in(
                 raise HandshakeError(f"rank {rank} waited in vain for rank {_listed(sorted(missing))}")
             for descriptor, _ in found:
                 if descriptor == door.fileno():
-                    visitor, _ = door.accept()
-                    visitor.setblocking(False)
-                    silent[visitor.fileno()] = visitor
-                    poll.register(visitor, select.POLLIN)
+                    for visitor in _visitors(door):
+                        silent[visitor.fileno()] = visitor
+                        poll.register(visitor, select.POLLIN)
+                    while len(silent) > len(missing) + _MOST_SILENT:  # whoever has something to say says it at once
+                        oldest = next(iter(silent))
+                        poll.unregister(oldest)
+                        silent.pop(oldest).close()
+                    continue
+                if descriptor not in silent:  # sent away a moment ago
                     continue
                 visitor = silent.pop(descriptor)
                 poll.unregister(descriptor)
@@ -323,12 +363,27 @@ def _let_in(
     return joined
 
 
+def _visitors(door: socket.socket) -> Iterator[socket.socket]:
+    """Those of this user who stand at the door. Others are sent away before they hold a descriptor."""
+    for _ in range(_BACKLOG):
+        try:
+            visitor, _ = door.accept()
+        except BlockingIOError:
+            return
+        visitor.setblocking(False)
+        try:
+            _check_user(visitor, "a visitor")
+        except HandshakeError:
+            visitor.close()
+        else:
+            yield visitor
+
+
 def _greeted(visitor: socket.socket, token: bytes) -> int | None:
-    """The rank of a visitor that has the right user and the right token."""
+    """The rank of a visitor that has the right token."""
     try:
-        _check_user(visitor, "a visitor")
         theirs, peer = _GREETING.unpack(visitor.recv(_GREETING.size))
-    except (OSError, struct.error, HandshakeError):
+    except (OSError, struct.error):
         return None
     return int(peer) if hmac.compare_digest(theirs, token) else None
 
@@ -388,15 +443,3 @@ def _close_all(sockets: tuple[socket.socket, ...]) -> None:
 
 def _listed(ranks: Iterable[int]) -> str:
     return ", ".join(map(str, ranks))
-
-
-def _never(_: Link) -> bool:
-    return False
-
-
-def _nothing() -> None:
-    return
-
-
-def _nothing_with(_: bool) -> None:
-    return

@@ -19,12 +19,17 @@ import secrets
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
+
+import torch.distributed as dist
 
 from gradsync import _torch
 from gradsync.errors import OptionsMismatchError, ReplicaLostError
-from gradsync.transport import link
+from gradsync.transport import link, own_group
 from gradsync.transport.process_group import ProcessGroupTransport
+from gradsync.transport.start_watch import StartWatch
+from gradsync.transport.store import Causes, exchange
 from gradsync.transport.symmetric import HostMemory
 
 # Once all ranks have said where they are, connecting takes milliseconds.
@@ -56,7 +61,7 @@ def excuse(group: ProcessGroupTransport, start: str) -> Callable[[], None]:
     What it returns is called before the first round, and raises if the other ranks did come.
     """
     number = group.count(_MEETINGS)
-    store = _torch.store_of(group.group)
+    store = group.store
     keys = [f"gradsync/{_topic(number, _HELLO)}/{rank}" for rank in range(group.size)]
     store.set(keys[group.rank], json.dumps({"start": start}))
 
@@ -95,8 +100,14 @@ class Assembly:
     def __init__(self, group: ProcessGroupTransport, said: Mapping[str, Any]) -> None:
         """All ranks at the same time; `said` is what this rank tells the others."""
         self._group = group
+        self.watch: StartWatch | None = None
+        """Notices when one of them is lost, until it is ended."""
         try:
-            self._number = group.count(_MEETINGS)
+            self.number = group.count(_MEETINGS)
+            self.causes = Causes(group.store, group.rank)
+            self.causes.forget()
+            if group.size > 1 and (gloo := _torch.gloo_of(group.group)) is not None:
+                self.watch = StartWatch(gloo, group.store, self.number)
         except RuntimeError as error:
             raise self._store_lost(error) from None
         problem, fault = obstacle() or said["obstacle"], ""
@@ -118,17 +129,33 @@ class Assembly:
             "token": secrets.token_hex(16),
             "limit": group.limit,
             "known": sorted(self._known),
+            "spare": own_group.spares(group.group),
         }
         self.said: list[dict[str, Any]] = [json.loads(text) for text in self._exchange(_HELLO, json.dumps(mine))]
+
+    def check(self) -> None:
+        """Raises if a rank is known to be lost."""
+        if self.watch is not None:
+            self.watch.check()
+
+    def telling(self) -> AbstractContextManager[None]:
+        """Inside, the other ranks are told if something fails."""
+        return contextlib.nullcontext() if self.watch is None else self.watch.telling()
 
     def part(self) -> None:
         """Before an error: the store may end with this process, and the others should learn the same from it first."""
         with contextlib.suppress(TimeoutError, RuntimeError):
-            self._group.agree(self._topic("read"), "", PARTING_SECONDS)
+            self._exchange("read", "", PARTING_SECONDS)
 
     def close(self) -> None:
         if self._door is not None:
             self._door.close()
+
+    def give_up(self) -> None:
+        """Nothing comes of it."""
+        self.close()
+        if self.watch is not None:
+            self.watch.end()
 
     @property
     def hosts(self) -> list[list[int]]:
@@ -151,10 +178,16 @@ class Assembly:
         reason = "; ".join(dict.fromkeys(text for text in problems if text))
         return Meeting(self.hosts, None if reason else memory, reason)
 
+    def own_group(self) -> Any:
+        """Connections that belong to one replica; None if they can't be had."""
+        spare = set.intersection(*(set(one["spare"]) for one in self.said))
+        name = f"gradsync/own/{self.number}"
+        return own_group.connect(self._group.group, self._group.store, name, self._group.limit, self.check, spare)
+
     def _memory_of(self, host: Sequence[int]) -> HostMemory:
         """The memory that these ranks have in common already, or a new one."""
         limit = self.said[host[0]]["limit"]
-        key = f"{self._group.global_ranks()}/{list(host)}/{limit}/"
+        key = f"{dist.get_process_group_ranks(self._group.group)}/{list(host)}/{limit}/"
         for name in sorted(set.intersection(*(set(self.said[rank]["known"]) for rank in host))):
             if name.startswith(key):
                 return self._known[name]
@@ -162,27 +195,30 @@ class Assembly:
         token = self.said[host[0]]["token"]
         names = {rank: self.said[rank]["door"] for rank in host if rank != self._group.rank}
         connected = link.connect(
-            self._door, self._group.rank, names, bytes.fromhex(token), HANDSHAKE_SECONDS, self._has_failed
+            self._door, self._group.rank, names, bytes.fromhex(token), HANDSHAKE_SECONDS, self._won_t_come, self.causes
         )
         made = _memories[key + self.said[host[0]]["door"]] = HostMemory(connected, limit)
         return made
 
-    def _has_failed(self, rank: int) -> bool:
+    def _won_t_come(self, rank: int) -> bool:
         """Asked of a rank of this host before all of them are connected: only failure makes it speak so early."""
-        return _torch.store_of(self._group.group).check([f"gradsync/{self._topic(_VERDICT)}/{rank}"])
-
-    def _topic(self, step: str) -> str:
-        return _topic(self._number, step)
+        self.check()
+        return self._group.store.check([f"gradsync/{_topic(self.number, _VERDICT)}/{rank}"])
 
     def _exchange(self, step: str, text: str, limit: float | None = None) -> list[str]:
+        group = self._group
         try:
-            return self._group.agree(self._topic(step), text, limit)
+            limit = group.limit if limit is None else limit
+            return exchange(group.store, _topic(self.number, step), group.rank, group.size, text, limit, self.check)
         except TimeoutError as silent:
             self.close()
             raise ReplicaLostError(
-                f"rank {self._group.rank}: the ranks of the group meet to find out who shares a host with whom, and "
+                f"rank {group.rank}: the ranks of the group meet to find out who shares a host with whom, and "
                 f"there is {silent}. Either it died, see its own output, or it does not replicate its module."
             ) from None
+        except ReplicaLostError:
+            self.close()
+            raise
         except RuntimeError as error:
             self.close()
             raise self._store_lost(error) from None
@@ -190,7 +226,8 @@ class Assembly:
     def _store_lost(self, error: Exception) -> ReplicaLostError:
         return ReplicaLostError(
             f"rank {self._group.rank}: the store through which the ranks of the group meet is gone: {error}. It lives "
-            "in the process of rank 0, unless torchrun keeps it: see that one's output."
+            "in the process of rank 0, unless torchrun keeps it: see that one's output.",
+            [0],
         )
 
 

@@ -29,6 +29,15 @@ _LIMITS = {
 _GIVEN_BACK = ("active_file", "inactive_file")  # files that the kernel keeps in memory while nobody needs it
 
 
+Mapped = ctypes.Array[ctypes.c_char]
+_MAP_FIXED, _MAP_NORESERVE, _MAP_FAILED = 0x10, 0x4000, ctypes.c_void_p(-1).value
+_libc = ctypes.CDLL(None, use_errno=True)
+_mmap, _munmap = _libc.mmap, _libc.munmap
+_mmap.restype = ctypes.c_void_p
+_mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+
+
 class MemoryFile:
     """Memory that the ranks of a link have in common. Freed when the last tensor over it is."""
 
@@ -62,10 +71,10 @@ class MemoryFile:
                 f"{self.size:,} in all, and could not get them: {'; '.join(problems)}. Give the host or container "
                 "more memory or the process a higher limit, or pass transport='process_group'."
             )
-        self.memory = memoryview(mapped)
+        self.memory = memoryview(mapped).cast("B")
         self._rank, self._position, self._descriptor = link.rank, position, descriptor
-        _maps[mapped] = descriptor, self.size
-        weakref.finalize(mapped, os.close, descriptor).atexit = False
+        _maps[ctypes.addressof(mapped)] = descriptor, self.size
+        weakref.finalize(mapped, _free, ctypes.addressof(mapped)).atexit = False
 
     def reserve(self, first: int, last: int) -> None:
         """Backs these bytes of this rank's slot by real memory."""
@@ -125,18 +134,30 @@ def _make(link: Link, size: int, limit: float, channel: int) -> tuple[int, str]:
     return descriptor, problem
 
 
-def _let_go(descriptor: int, mapped: mmap.mmap | None = None) -> None:
+def _let_go(descriptor: int, mapped: Mapped | None = None) -> None:
     if mapped is not None:
-        mapped.close()
+        _munmap(ctypes.addressof(mapped), ctypes.sizeof(mapped))
     if descriptor >= 0:
         os.close(descriptor)
 
 
-def _map(descriptor: int, size: int, start: int, end: int) -> tuple[mmap.mmap | None, str]:
-    """The whole file mapped, and the bytes from `start` to `end` backed by memory near this rank's core."""
+def _free(address: int) -> None:
+    descriptor, size = _maps.pop(address)
+    _munmap(address, size)
+    os.close(descriptor)
+
+
+def _map(descriptor: int, size: int, start: int, end: int) -> tuple[Mapped | None, str]:
+    """The whole file mapped, and the bytes from `start` to `end` backed by memory near this rank's core.
+
+    Not by Python's `mmap`, which keeps a descriptor of its own.
+    """
     mapped = None
     try:
-        mapped = mmap.mmap(descriptor, size, mmap.MAP_SHARED)
+        address = _mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, 0)
+        if address == _MAP_FAILED:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        mapped = (ctypes.c_char * size).from_address(address)
         if end > start:
             os.posix_fallocate(descriptor, start, end - start)
     except OSError as error:
@@ -194,17 +215,12 @@ def _explain(error: OSError) -> str:
 
 # --- fork ------------------------------------------------------------------------------------------------
 
-_maps: weakref.WeakKeyDictionary[mmap.mmap, tuple[int, int]] = weakref.WeakKeyDictionary()
-_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
-_mmap = ctypes.CDLL(None, use_errno=True).mmap
-_mmap.restype = ctypes.c_void_p
-_mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_maps: dict[int, tuple[int, int]] = {}  # by address: descriptor and size
 
 
 def _in_child() -> None:
     """A forked child sees the memory as it is, as it does all other memory, but what it writes is its own."""
-    for mapped, (descriptor, size) in list(_maps.items()):
-        address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+    for address, (descriptor, size) in list(_maps.items()):
         access = mmap.PROT_READ | mmap.PROT_WRITE
         how = mmap.MAP_PRIVATE | _MAP_FIXED | _MAP_NORESERVE
         if _mmap(address, size, access, how, descriptor, 0) != address:

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from gradsync import _torch
+from gradsync._torch import Store
+from gradsync.errors import ReplicaLostError
 from gradsync.options import MIB
 from gradsync.transport import label as labels
-from gradsync.transport import under_way
+from gradsync.transport import own_group, under_way
 from gradsync.transport.base import Request, SparseWork, Work
 from gradsync.transport.label import UNLABELLED, Label
+from gradsync.transport.start_watch import StartWatch
+from gradsync.transport.store import exchange
 
 # Tensors are broadcast in blocks of about this size: few collectives, little extra memory.
 BROADCAST_BYTES = 32 * 1024 * 1024
 PAUSE = 200e-6
+MANY = 256
 
 
 class ProcessGroupTransport:
@@ -30,25 +36,47 @@ class ProcessGroupTransport:
     usual_caps: tuple[int, ...] = (MIB, 25 * MIB)
     progress = None  # c10d has threads of its own
 
-    def __init__(self, group: dist.ProcessGroup, own: bool = True) -> None:
-        """`own`: over a group of its own with the same ranks, which all of them make now.
+    def __init__(
+        self, group: dist.ProcessGroup, number: int = 0, own: Any = None, watch: StartWatch | None = None
+    ) -> None:
+        """`own`: connections of its own, see `own_group.py`. `number`: tells it from others over the same group.
 
-        A group matches collectives by the order in which each rank starts them. Two replicated modules, or a
-        model with collectives in its own backward, may start theirs in different orders on different ranks.
+        `watch`: notices ranks that are lost until the replica is made.
         """
-        # Only for all ranks of the world: c10d names groups by counting, and other ranks would not count this one.
-        if own and 1 < dist.get_world_size(group) == dist.get_world_size() and _torch.knows(group):
-            # Never destroyed before the process ends: c10d would give the next one the same name, under which the
-            # store still has the addresses of this one.
-            group = _torch.twin_of(group)
         self.group = group
-        self.rank = dist.get_rank(group)
-        self.size = dist.get_world_size(group)
+        self.rank, self.size = group.rank(), group.size()
         self.limit = _torch.timeout_of(group).total_seconds()
         self.reason = ""
         """Why it is this transport and no other."""
         self.meant_to_meet: Callable[[], None] | None = None
         """Set if nothing was communicated when it was made: raises if other ranks did communicate."""
+        self._number = number
+        self._watch = watch
+        self._carrier = group if own is None else own
+        self._pending: set[dist.Work] = set()
+        if own is not None:
+            own_group.release_with(self, own, self._pending)
+
+    @property
+    def watch(self) -> StartWatch | None:
+        """While the replica is made."""
+        return self._watch
+
+    @property
+    def store(self) -> Store:
+        """Through which the group's ranks met."""
+        return _torch.store_of(self.group)
+
+    @contextlib.contextmanager
+    def starting(self) -> Iterator[None]:
+        if self._watch is None:
+            yield
+            return
+        try:
+            with self._watch.starting():
+                yield
+        finally:
+            self._watch = None
 
     def check_met(self) -> None:
         if self.meant_to_meet is not None:
@@ -74,7 +102,15 @@ class ProcessGroupTransport:
             places = buffer[-labels.PLACES :]
             labels.write(places, (label,))
         # On a GPU the scaling above and the collective are ordered by the current stream.
-        return _InFlight(dist.all_reduce(buffer, group=self.group, async_op=True), buffer, places)
+        work = self._begun(_torch.all_reduce(self._carrier, buffer))
+        return _InFlight(work, buffer, places, self._pending)
+
+    def _begun(self, work: dist.Work) -> dist.Work:
+        """Remembered until it was waited for."""
+        if len(self._pending) > MANY:  # some belong to rounds that were given up
+            self._pending.difference_update([one for one in self._pending if one.is_completed()])
+        self._pending.add(work)
+        return work
 
     @property
     def reduce_rows(self) -> None:
@@ -84,66 +120,80 @@ class ProcessGroupTransport:
     def reduce_sparse(self, gradient: Tensor, scale: float) -> SparseWork:
         gradient = (gradient * scale if scale else torch.zeros_like(gradient)).coalesce()
         if self.size == 1:
-            return _SparseDone(gradient)
+            return SparseDone(gradient)
         counts = [row[0] for row in self.gather([gradient._nnz()])]
-        return _gather_sparse(gradient, counts, self.group)
+        return self._gather_sparse(gradient, counts)
 
     def broadcast(self, tensors: Sequence[Tensor], source: int) -> None:
         if self.size == 1:
             return
-        root = dist.get_global_rank(self.group, source)
         for block in _blocks(tensors):
-            flat = torch.cat([_bytes(tensor) for tensor in block])
-            _finish(dist.broadcast(flat, root, group=self.group, async_op=True))
+            flat = torch.cat([bytes_of(tensor) for tensor in block])
+            self._finish(partial(_torch.broadcast, self._carrier, flat, source))
             if self.rank != source:
                 _unpack(flat, block)
 
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:
         if self.size == 1:
             return [list(numbers)]
-        mine = torch.tensor(numbers, dtype=torch.int64, device=self._device())
-        of_all = [torch.empty_like(mine) for _ in range(self.size)]
-        _finish(dist.all_gather(of_all, mine, group=self.group, async_op=True))
-        return [row.tolist() for row in of_all]
+        return [row.tolist() for row in self._gather(torch.tensor(numbers, dtype=torch.int64))]
 
     def gather_text(self, text: str) -> list[str]:
-        if self.size == 1:
-            return [text]
-        texts = [""] * self.size
-        dist.all_gather_object(texts, text, group=self.group)
-        return texts
+        data = text.encode()
+        lengths = [row[0] for row in self.gather([len(data)])]
+        padded = torch.frombuffer(bytearray(data.ljust(max(*lengths, 1), b"\0")), dtype=torch.uint8)
+        rows = self._gather(padded) if self.size > 1 else [padded]
+        return [bytes(row[:length].tolist()).decode() for row, length in zip(rows, lengths, strict=True)]
+
+    def _gather(self, mine: Tensor) -> list[Tensor]:
+        mine = mine.to(self._device())
+        of_all = [torch.empty_like(mine) for _ in range(self.size)]
+        self._finish(partial(_torch.all_gather, self._carrier, of_all, mine))
+        return of_all
 
     def agree(self, topic: str, text: str, limit: float | None = None) -> list[str]:
-        store = _torch.store_of(self.group)
-        keys = [f"gradsync/{topic}/{rank}" for rank in range(self.size)]
-        store.set(keys[self.rank], text)
-        try:
-            store.wait(keys, timedelta(seconds=limit or self.limit))
-        except RuntimeError:
-            silent = [rank for rank, key in enumerate(keys) if not store.check([key])]
-            if silent:
-                raise TimeoutError(f"no word from rank {', '.join(map(str, silent))}") from None
-        return [found.decode() for found in _torch.read_all(store, keys)]
+        limit = self.limit if limit is None else limit
+        return exchange(self.store, f"{self._number}/{topic}", self.rank, self.size, text, limit)
 
     def count(self, what: str) -> int:
         """How often this rank has asked for this, in the life of the group's store; all ranks ask equally often."""
-        return _torch.store_of(self.group).add(f"gradsync/{what}/{self.rank}", 1)
-
-    def global_ranks(self) -> list[int]:
-        return dist.get_process_group_ranks(self.group)
+        return self.store.add(f"gradsync/{what}/{self.rank}", 1)
 
     def _device(self) -> torch.device:
         """Where the group wants small tensors: NCCL only knows GPUs, gloo prefers the CPU."""
         types = sorted(device.type for device in _torch.device_types(self.group))
         return torch.device("cpu" if "cpu" in types or not types else types[0])
 
+    def _finish(self, start: Callable[[], dist.Work]) -> None:
+        """Starts something and waits, meanwhile doing what ranks of this host wait for: they may be a step behind."""
+        try:
+            work = start()
+            while (under_way.anything() or self._watch is not None) and not work.is_completed():
+                under_way.progress()
+                if self._watch is not None:
+                    self._watch.check()
+                time.sleep(PAUSE)
+            work.wait()
+        except RuntimeError as error:
+            if self._watch is not None and not isinstance(error, ReplicaLostError):
+                self._watch.explain()
+            raise
 
-def _finish(work: dist.Work) -> None:
-    """Waits, and meanwhile does for the ranks of this host what they may wait for: they could be one step behind."""
-    while under_way.anything() and not work.is_completed():
-        under_way.progress()
-        time.sleep(PAUSE)
-    work.wait()
+    def _gather_sparse(self, gradient: Tensor, counts: list[int]) -> SparseWork:
+        """By gathering, as no backend but gloo sums sparse tensors; ranks pad to the longest."""
+        longest = max(counts)
+        indices, values = gradient.indices(), gradient.values()
+        mine_i = indices.new_zeros(indices.shape[0], longest)
+        mine_i[:, : indices.shape[1]] = indices
+        mine_v = values.new_zeros(longest, *values.shape[1:])
+        mine_v[: values.shape[0]] = values
+        all_i = [torch.empty_like(mine_i) for _ in counts]
+        all_v = [torch.empty_like(mine_v) for _ in counts]
+        works = (
+            self._begun(_torch.all_gather(self._carrier, all_i, mine_i)),
+            self._begun(_torch.all_gather(self._carrier, all_v, mine_v)),
+        )
+        return _SparseInFlight(works, all_i, all_v, counts, gradient.shape, self._pending)
 
 
 class _InFlight(NamedTuple):
@@ -152,9 +202,11 @@ class _InFlight(NamedTuple):
     work: dist.Work
     buffer: Tensor
     label: Tensor | None
+    pending: set[dist.Work]
 
     def wait(self) -> None:
         self.work.wait()
+        self.pending.discard(self.work)
 
     def done(self) -> bool:
         return self.work.is_completed()
@@ -174,7 +226,7 @@ class _Done:
         return 0
 
 
-class _SparseDone(NamedTuple):
+class SparseDone(NamedTuple):
     gradient: Tensor
 
     def result(self) -> Tensor:
@@ -189,34 +241,19 @@ class _SparseInFlight(NamedTuple):
     values: list[Tensor]
     counts: list[int]
     shape: torch.Size
+    pending: set[dist.Work]
 
     def result(self) -> Tensor:
         for work in self.works:
             work.wait()
+            self.pending.discard(work)
         # In rank order on every rank, so that the sums are bitwise the same everywhere.
         indices = torch.cat([i[:, :n] for i, n in zip(self.indices, self.counts, strict=True)], dim=1)
         values = torch.cat([v[:n] for v, n in zip(self.values, self.counts, strict=True)])
         return torch.sparse_coo_tensor(indices, values, self.shape, check_invariants=False).coalesce()
 
 
-def _gather_sparse(gradient: Tensor, counts: list[int], group: dist.ProcessGroup) -> SparseWork:
-    """By gathering, as no backend but gloo sums sparse tensors; ranks pad to the longest."""
-    longest = max(counts)
-    indices, values = gradient.indices(), gradient.values()
-    mine_i = indices.new_zeros(indices.shape[0], longest)
-    mine_i[:, : indices.shape[1]] = indices
-    mine_v = values.new_zeros(longest, *values.shape[1:])
-    mine_v[: values.shape[0]] = values
-    all_i = [torch.empty_like(mine_i) for _ in counts]
-    all_v = [torch.empty_like(mine_v) for _ in counts]
-    works = (
-        dist.all_gather(all_i, mine_i, group=group, async_op=True),
-        dist.all_gather(all_v, mine_v, group=group, async_op=True),
-    )
-    return _SparseInFlight(works, all_i, all_v, counts, gradient.shape)
-
-
-def _bytes(tensor: Tensor) -> Tensor:
+def bytes_of(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 

@@ -30,6 +30,7 @@ PAGE = 4096
 # All slots' blocks together should be about as large as a core's second-level cache.
 BLOCK_BYTES = 512 * 1024
 FLAGS = 2 * LINE  # bytes for the flags of one rank
+STAGING_BYTES, STAGINGS = 512 * 1024, 8  # see `HostMemory.staging`
 _WORDS = FLAGS // 8
 _FILLED, _SCALE, _SUMMED, _CROSSED, _REDUCED, _TAKEN, _ROWS, _WHOLE, _LABEL, _MASK = range(10)
 WHOLE = -1  # in place of a number of rows: the slot holds all of them
@@ -49,6 +50,7 @@ class HostMemory:
         self._words = control.memory.cast("q")
         self._asleep_at = [number * _WORDS for number in range(self.size)]
         self._barriers = 0
+        self._stagings: tuple[int, MemoryFile] | None = None  # of the latest channels
         link.progress = under_way.progress
         link.restless = under_way.waited_for_elsewhere
         link.asleep = partial(self._words.__setitem__, self._asleep_at[self.position])  # no cycle with the link
@@ -92,10 +94,25 @@ class HostMemory:
             if words[at] and position != self.position:
                 self.link.wake([self.link.ranks[position]])
 
-    def wait(self, missing: Callable[[], list[int]], what: str) -> None:
-        """Until no position is missing."""
+    def wait(
+        self, missing: Callable[[], list[int]], what: str, late: Callable[[], Exception | None] | None = None
+    ) -> None:
+        """Until no position is missing. `late`: see `Link.wait`."""
         ranks = self.link.ranks
-        self.link.wait(lambda: not missing(), self.limit, lambda: [ranks[at] for at in missing()], what)
+        told = {} if late is None else {"late": late}
+        self.link.wait(lambda: not missing(), self.limit, lambda: [ranks[at] for at in missing()], what, **told)
+
+    def staging(self, channel: int) -> SymmetricTensor:
+        """Bytes for the small things of one channel. All ranks ask for theirs in the order of the channels.
+
+        Many channels have a file together; it is gone when all of them are. What is used has to be reserved first.
+        """
+        block, at = divmod(channel, STAGINGS)
+        if self._stagings is None or self._stagings[0] != block:
+            header = up(STAGINGS * self.size * FLAGS, PAGE)
+            file = MemoryFile(self.link, header, STAGINGS * STAGING_BYTES, self.limit, reserve=False)
+            self._stagings = block, file
+        return SymmetricTensor(self, self._stagings[1], at, at * STAGING_BYTES, STAGING_BYTES, torch.uint8)
 
 
 class SymmetricTensor:
@@ -160,12 +177,21 @@ class SymmetricTensor:
 
     def gather(self) -> list[Tensor]:
         """A copy of every rank's slot, as it was when that rank called this."""
+        with self.shown_by_all():
+            return [self.tensor(rank).clone() for rank in range(self.size)]
+
+    @contextlib.contextmanager
+    def shown_by_all(self) -> Iterator[None]:
+        """Inside, all slots may be read, as they were when their ranks called this."""
         self._begin(_FILLED)
         self._await(self._filled, "a slot to gather")
-        copies = [self.tensor(rank).clone() for rank in range(self.size)]
+        yield
         self.publish(_TAKEN)
         self.await_taken()
-        return copies
+
+    def bytes_of(self, rank: int) -> memoryview:
+        """A rank's slot as bytes."""
+        return self._exporters[rank]
 
     def broadcast(self, source: int) -> None:
         """Overwrites this rank's slot with that of rank `source`."""
@@ -314,8 +340,8 @@ class SymmetricTensor:
             return [at for at in unreduced if self.link.ranks[at] in self.link.gone] or unfilled or unreduced
         return unfilled or unreduced
 
-    def await_all(self, missing: Callable[[], list[int]]) -> None:
-        self._memory.wait(missing, "a bucket")
+    def await_all(self, missing: Callable[[], list[int]], late: Callable[[], Exception | None] | None = None) -> None:
+        self._memory.wait(missing, "a bucket", late)
 
     def _share(self, start: int, stop: int) -> list[list[Tensor]]:
         """For each block of this rank's share, the part of every slot."""
@@ -395,6 +421,11 @@ class Reduction:
 
 def can_sum(dtype: torch.dtype) -> bool:
     return dtype in _SUMMABLE
+
+
+def widened(tensor: Tensor) -> Tensor:
+    """In the type in which such tensors are added up."""
+    return tensor.to(_ACCUMULATE_IN.get(tensor.dtype, tensor.dtype))
 
 
 def block_numel(ranks: int, itemsize: int) -> int:

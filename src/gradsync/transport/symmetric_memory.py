@@ -31,7 +31,7 @@ class SymmetricMemory:
             raise SharedMemoryError(
                 "this process group was not made by torch.distributed: it has no store to meet through"
             )
-        base = ProcessGroupTransport(group, own=False)
+        base = ProcessGroupTransport(group)
         assembly = Assembly(base, {"obstacle": ""})
         obstacles = [f"rank {rank}: {said['obstacle']}" for rank, said in enumerate(assembly.said) if said["obstacle"]]
         hosts = assembly.hosts
@@ -39,9 +39,10 @@ class SymmetricMemory:
             obstacles = [f"the ranks are on {len(hosts)} hosts: {hosts}; make a group for each"]
         if obstacles:
             assembly.part()
-            assembly.close()
+            assembly.give_up()
             raise SharedMemoryError(f"rank {base.rank}: no memory can be shared: {'; '.join(obstacles)}")
         meeting = assembly.connect()
+        assembly.give_up()
         if meeting.memory is None:
             assembly.part()
             raise SharedMemoryError(f"rank {base.rank}: no memory can be shared: {meeting.reason}")

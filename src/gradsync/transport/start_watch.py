@@ -1,0 +1,170 @@
+"""Notices at once that a rank ends, or fails, while all of them make a replica.
+
+Until the ranks have connections of our own, nothing would tell: a key that a dead rank does not write looks like one
+that a slow rank has yet to write. But gloo has connections, and a receive from a rank that has ended fails at once. So
+each rank has one pending from the next rank in the group, in a thread, under a tag that nobody else uses: no collective
+is disturbed by it, whatever that rank does instead. Who sees its neighbor end says so in the store, where all look.
+
+    rank 0 ── receives from ──> rank 1 ── receives from ──> rank 2 ── receives from ──> rank 0
+
+When its replica is made a rank sends the byte that the one before it waits for.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from gradsync import _torch
+from gradsync._torch import Store
+from gradsync.errors import ReplicaLostError
+
+# What was sent before a rank ended may still be on its way, and is waited for so long.
+GRACE = 0.3
+EXPLAIN_SECONDS = 2.0
+# How often to look into the store.
+_LOOK = 0.05
+_TAG = 0x67720001
+_SHOWN = 600  # characters of another rank's error
+
+
+class StartWatch:
+    """One rank's part in it."""
+
+    def __init__(self, gloo: Any, store: Store, number: int) -> None:
+        """All ranks at the same time; `number`: how often they have done so before."""
+        self._rank, self._size = gloo.rank(), gloo.size()
+        self._store, self._key = store, f"gradsync/start/{number}/trouble"
+        self._look_at = self._since = 0.0
+        self._neighbor = _Neighbor(gloo)
+        self.end = weakref.finalize(self, _say_done, gloo)
+        """This rank's replica is made, or was given up."""
+        self.end.atexit = False
+
+    def check(self) -> None:
+        """Raises if a rank is known to have ended, or to have failed, and what it sent before must have come."""
+        now = time.monotonic()
+        if now < self._look_at:
+            return
+        self._look_at = now + _LOOK
+        if self._neighbor.ended:
+            self._tell({"rank": (self._rank + 1) % self._size})
+        if not self._store.check([self._key]):
+            return
+        self._since = self._since or now
+        if now - self._since >= GRACE:
+            raise self._error(json.loads(self._store.get(self._key)))
+
+    def explain(self) -> None:
+        """After a connection broke: raises with the rank that was lost, as soon as that is known."""
+        deadline = time.monotonic() + EXPLAIN_SECONDS
+        while time.monotonic() < deadline:
+            self.check()
+            time.sleep(_LOOK)
+
+    @contextlib.contextmanager
+    def starting(self) -> Iterator[None]:
+        """Inside, a replica is made."""
+        try:
+            with self.telling():
+                yield
+        finally:
+            self.end()
+
+    @contextlib.contextmanager
+    def telling(self) -> Iterator[None]:
+        """What fails inside, here alone, is told to the other ranks: they don't wait."""
+        try:
+            yield
+        except ReplicaLostError as error:
+            with contextlib.suppress(RuntimeError):
+                if error.ranks:
+                    self._tell({"rank": error.ranks[0]})
+            if (trouble := self._trouble()) is not None:  # which says why, if that rank has said it
+                raise self._error(trouble) from None
+            raise
+        except Exception as error:
+            with contextlib.suppress(RuntimeError):
+                self._tell({"rank": self._rank, "why": f"{type(error).__name__}: {error}"[:_SHOWN]})
+            raise
+
+    def _trouble(self) -> dict[str, Any] | None:
+        with contextlib.suppress(RuntimeError):
+            if self._store.check([self._key]):
+                found: dict[str, Any] = json.loads(self._store.get(self._key))
+                return found
+        return None
+
+    def _tell(self, trouble: dict[str, object]) -> None:
+        self._store.compare_set(self._key, "", json.dumps(trouble))  # the first one counts
+
+    def _error(self, trouble: dict[str, Any]) -> ReplicaLostError:
+        lost, why = trouble["rank"], trouble.get("why")
+        what = (
+            f"could not replicate its module: {why}" if why else "is gone: its process ended. Its own output says why"
+        )
+        return ReplicaLostError(
+            f"rank {self._rank}: while the ranks were making a replica, rank {lost} {what}. Start the job again when "
+            "that is cured.",
+            [lost],
+        )
+
+
+class _Neighbor:
+    """The next rank, as a receive from it shows it."""
+
+    def __init__(self, gloo: Any) -> None:
+        self.ended = False
+        me = weakref.ref(self)
+        try:
+            pending = gloo.recv([torch.zeros(1, dtype=torch.uint8)], (gloo.rank() + 1) % gloo.size(), _TAG)
+        except RuntimeError:
+            self.ended = True  # before we came
+            return
+
+        def failed() -> None:
+            if (neighbor := me()) is not None:
+                neighbor.ended = True
+
+        _in_thread(gloo, pending.wait, failed)
+
+
+def _say_done(gloo: Any) -> None:
+    with contextlib.suppress(RuntimeError):  # nobody is left there to be told
+        sent = gloo.send([torch.zeros(1, dtype=torch.uint8)], (gloo.rank() - 1) % gloo.size(), _TAG)
+        _in_thread(gloo, sent.wait, lambda: None)
+
+
+# --- threads that gloo may keep for as long as the other rank likes ---------------------------------------------
+
+_waiting: dict[threading.Thread, Any] = {}
+
+
+def _in_thread(gloo: Any, wait: Callable[[], object], failed: Callable[[], None]) -> None:
+    def run() -> None:
+        try:
+            wait()
+        except RuntimeError:
+            failed()
+        finally:
+            _waiting.pop(thread, None)
+
+    thread = threading.Thread(target=run, name="gradsync-start", daemon=True)
+    _waiting[thread] = gloo
+    thread.start()
+
+
+@atexit.register
+def _let_go() -> None:
+    """A thread that comes back from gloo while Python ends would abort the process (up to Python 3.12)."""
+    for thread, gloo in list(_waiting.items()):
+        _torch.break_off(gloo)
+        thread.join(1.0)

@@ -1,0 +1,199 @@
+"""A rank that is lost before or while a replica is made, or in its first round: the others say so at once, and who."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gradsync.engine import engine, reducer
+from gradsync.errors import ReplicaLostError, UnsuitableModuleError
+from gradsync.transport import choice, link, own_group
+from tests.ranks.small import FRONTS, build, make
+from tests.support.outcome import End, Outcome
+from tests.support.ranks import Ranks
+
+TRANSPORTS = ("shared_memory", "process_group", "hierarchical")
+# Far more than the test's own limit: whoever waits for it fails.
+NEVER = timedelta(minutes=30)
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail() -> None:
+    raise ValueError("no data here")
+
+
+def leave() -> None:
+    os._exit(3)
+
+
+def instead(owner: Any, name: str, end: Callable[[], None]) -> None:
+    """The rank ends where it would call this."""
+    setattr(owner, name, lambda *args, **kwargs: end())
+
+
+def before_the_handshake(end: Callable[[], None]) -> None:
+    instead(link, "connect", end)
+
+
+def after_the_handshake(end: Callable[[], None]) -> None:
+    instead(choice, "_over_group", end)
+
+
+def before_its_own_connections(end: Callable[[], None]) -> None:
+    instead(own_group, "connect_gloo", end)
+
+
+def before_models_are_compared(end: Callable[[], None]) -> None:
+    instead(engine, "check_same_model", end)
+
+
+def before_the_broadcast(end: Callable[[], None]) -> None:
+    instead(engine._beginnings, "add", end)
+
+
+def lost(dead: int, transport: str, front: str, fault: Callable[[Callable[[], None]], None], end: Any) -> None:
+    group = dist.new_group(timeout=NEVER)
+    if dist.get_rank() == dead:
+        time.sleep(0.1)  # the others are waiting by then
+        fault(end)
+    module: Any = make(front, build(), process_group=group, transport=transport)
+    if transport == "shared_memory":  # whoever has had nothing to wait for learns it now
+        module(torch.ones(2, 4)).sum().backward()
+
+
+def at_once(end: Callable[[], None]) -> None:
+    end()
+
+
+def assert_named(outcomes: list[Outcome], dead: int, *texts: str) -> None:
+    for outcome in outcomes:
+        if outcome.rank != dead:
+            assert isinstance(outcome.exception, ReplicaLostError), outcome
+            assert outcome.exception.ranks == [dead], outcome.exception
+            for text in texts:
+                assert text in str(outcome.exception)
+
+
+@FRONTS
+@pytest.mark.parametrize("end", [kill, leave, fail])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_before_it_comes(ranks: Ranks, transport: str, end: Callable[[], None], front: str) -> None:
+    outcomes = ranks.outcomes(lost, 3, 1, transport, front, at_once, end)
+    assert_named(outcomes, 1, "rank 1 is gone: its process ended")
+
+
+@pytest.mark.parametrize("dead", [0, 2])
+def test_whichever_it_is(ranks: Ranks, dead: int) -> None:
+    assert_named(ranks.outcomes(lost, 3, dead, "auto", "replicate", at_once, kill), dead)
+
+
+FAULTS = [
+    (before_the_handshake, ("shared_memory", "hierarchical")),
+    (after_the_handshake, TRANSPORTS),
+    (before_its_own_connections, ("process_group",)),
+    (before_models_are_compared, TRANSPORTS),
+    (before_the_broadcast, ("shared_memory",)),
+]
+
+
+@pytest.mark.parametrize(("fault", "transport"), [(fault, one) for fault, those in FAULTS for one in those])
+@pytest.mark.parametrize("world", [2, 3])
+def test_while_it_is_made(ranks: Ranks, fault: Any, transport: str, world: int) -> None:
+    outcomes = ranks.outcomes(lost, world, 1, transport, "replicate", fault, kill)
+    assert outcomes[1].end is End.KILLED
+    assert_named(outcomes, 1)
+
+
+@pytest.mark.parametrize("fault", [after_the_handshake, before_models_are_compared])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_one_that_raises_is_told_with_its_reason(ranks: Ranks, fault: Any, transport: str) -> None:
+    outcomes = ranks.outcomes(lost, 3, 1, transport, "replicate", fault, fail)
+    assert isinstance(outcomes[1].exception, ValueError)
+    assert_named(outcomes, 1, "ValueError: no data here")
+
+
+def unsuitable_on_one_rank() -> None:
+    """It catches the error, and lives on: the others must not wait for it."""
+    group = dist.new_group(timeout=NEVER)
+    module = build()
+    if dist.get_rank() == 1:
+        module = module.to("meta")
+        with pytest.raises(UnsuitableModuleError, match="meta"):
+            make("replicate", module, process_group=group)
+    else:
+        with pytest.raises(ReplicaLostError, match="rank 1 could not replicate its module: UnsuitableModule") as raised:
+            make("replicate", module, process_group=group)
+        assert raised.value.ranks == [1]
+    dist.barrier()
+    make("replicate", build(), process_group=group)  # all is well the next time
+
+
+def test_a_rank_that_can_t_and_lives_on(ranks: Ranks) -> None:
+    ranks(unsuitable_on_one_rank, 3)
+
+
+# --- the first round ---------------------------------------------------------------------------------------
+
+
+def lost_in_the_first_round(dead: int, where: str) -> None:
+    module: Any = make("replicate", build(), process_group=dist.new_group(timeout=NEVER), transport="shared_memory")
+    output = module(torch.ones(2, 4))
+    if dist.get_rank() == dead:
+        if where == "before":
+            kill()
+        instead(reducer, "agree_on_plan" if where == "plan" else "make_buckets", kill)
+    output.sum().backward()
+
+
+@pytest.mark.parametrize("where", ["before", "plan", "memory"])
+@pytest.mark.parametrize("dead", [0, 1])
+def test_in_the_first_round(ranks: Ranks, where: str, dead: int) -> None:
+    assert_named(ranks.outcomes(lost_in_the_first_round, 3, dead, where), dead)
+
+
+# --- several hosts: who gave up is not who was lost --------------------------------------------------------------
+
+
+def lost_on_another_host(dead: int, rounds: int) -> None:
+    place = f"host {dist.get_rank() // 2}"
+    link.location = lambda: place
+    module: Any = make("replicate", build(), process_group=dist.new_group(timeout=NEVER), transport="hierarchical")
+    for number in range(100):
+        if number == rounds and dist.get_rank() == dead:
+            kill()
+        module(torch.ones(2, 4)).sum().backward()
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+@pytest.mark.parametrize("dead", range(4))
+def test_all_hosts_name_the_one_that_was_lost(ranks: Ranks, dead: int, rounds: int) -> None:
+    assert_named(ranks.outcomes(lost_on_another_host, 4, dead, rounds), dead)
+
+
+def stuck_on_another_host(stuck: int) -> None:
+    place = f"host {dist.get_rank() // 2}"
+    link.location = lambda: place
+    group = dist.new_group(timeout=timedelta(seconds=3))
+    module: Any = make("replicate", build(), process_group=group, transport="hierarchical")
+    module(torch.ones(2, 4)).sum().backward()
+    if dist.get_rank() == stuck:
+        time.sleep(9)
+        os._exit(0)
+    module(torch.ones(2, 4)).sum().backward()
+
+
+def test_all_hosts_name_the_one_that_is_stuck(ranks: Ranks) -> None:
+    for outcome in ranks.outcomes(stuck_on_another_host, 4, 1):
+        if outcome.rank != 1:
+            assert outcome.exception.ranks == [1], outcome  # type: ignore[union-attr]
