@@ -13,7 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, Store
+from torch._C._distributed_c10d import AllgatherOptions, PrefixStore
+from torch._C._distributed_c10d import Store as Store
 from torch._utils import _get_device_index
 from torch.autograd import Variable
 from torch.autograd.graph import Node, get_gradient_edge

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -153,3 +155,54 @@ def crowded() -> None:
 
 def test_wake_ups_do_not_crowd_out_messages(ranks: Ranks) -> None:
     ranks(crowded, 2)
+
+
+def flood(name: str, user: int | None, seconds: float) -> int:
+    """Connects again and again, says nothing, and keeps what it gets."""
+    if user is not None:
+        os.setuid(user)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))
+    held: list[socket.socket] = []
+    ends = time.monotonic() + seconds
+    while time.monotonic() < ends and len(held) < 4000:
+        stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        stranger.setblocking(False)
+        try:
+            stranger.connect("\0" + name)
+        except BlockingIOError:  # the backlog is full
+            stranger.close()
+            time.sleep(0.001)
+        except OSError:  # the door is closed: the ranks have met
+            return 0
+        else:
+            held.append(stranger)
+    return 0
+
+
+def meet_in_a_flood(user: int | None) -> None:
+    """With few descriptors left, of which strangers must not hold any."""
+    door = link.Door()
+    names: list[str] = [""] * 2
+    dist.all_gather_object(names, door.name)
+    rank = dist.get_rank()
+    if rank == 1:
+        time.sleep(0.5)
+        connected = link.connect(door, 1, {0: names[0]}, TOKEN, 60, lambda rank: False)
+    else:
+        with beside(partial(flood, door.name, user, 60.0)):
+            soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            # Root of the test may have many open already.
+            resource.setrlimit(resource.RLIMIT_NOFILE, (len(list(Path("/proc/self/fd").iterdir())) + 100, hard))
+            connected = link.connect(door, 0, {1: names[1]}, TOKEN, 60, lambda rank: False)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert connected.peers == [1 - rank]
+    dist.barrier()
+
+
+@needs_root
+def test_a_flood_of_another_user(ranks: Ranks) -> None:
+    ranks(meet_in_a_flood, 2, NOBODY, limit=60.0)
+
+
+def test_a_flood_of_the_same_user(ranks: Ranks) -> None:
+    ranks(meet_in_a_flood, 2, None, limit=60.0)

@@ -34,7 +34,7 @@ RESTLESS_NAP = 1e-3
 # While waiting for a rank to connect, how often to look whether it has said that it can't.
 _LOOK_UP = 0.1
 _BACKLOG = 1024
-# Visitors that may be let in before they have said who they are, besides those who are expected.
+# Visitors of this user that may be inside before they have said which rank they are.
 _MOST_SILENT = 64
 _GREETING = struct.Struct("=16sq")
 _CHANNEL = struct.Struct("=i")
@@ -327,6 +327,17 @@ def _let_in(
     silent: dict[int, socket.socket] = {}
     poll = select.poll()
     poll.register(door, select.POLLIN)
+
+    def hear(descriptor: int) -> None:
+        visitor = silent.pop(descriptor)
+        poll.unregister(descriptor)
+        peer = _greeted(visitor, token)
+        if peer in expected and peer not in joined:
+            joined[peer] = visitor
+            visitor.send(_GREETING.pack(token, rank))
+        else:
+            visitor.close()
+
     try:
         while missing := expected - joined.keys():
             left = deadline - time.monotonic()
@@ -334,25 +345,13 @@ def _let_in(
             if not found and (left <= 0 or any(map(failed, missing))):
                 raise HandshakeError(f"rank {rank} waited in vain for rank {_listed(sorted(missing))}")
             for descriptor, _ in found:
-                if descriptor == door.fileno():
-                    for visitor in _visitors(door):
-                        silent[visitor.fileno()] = visitor
-                        poll.register(visitor, select.POLLIN)
-                    while len(silent) > len(missing) + _MOST_SILENT:  # whoever has something to say says it at once
-                        oldest = next(iter(silent))
-                        poll.unregister(oldest)
-                        silent.pop(oldest).close()
-                    continue
-                if descriptor not in silent:  # sent away a moment ago
-                    continue
-                visitor = silent.pop(descriptor)
-                poll.unregister(descriptor)
-                peer = _greeted(visitor, token)
-                if peer in missing:
-                    joined[peer] = visitor
-                    visitor.send(_GREETING.pack(token, rank))
-                else:
-                    visitor.close()
+                if descriptor in silent:
+                    hear(descriptor)
+            for visitor in _visitors(door) if any(descriptor == door.fileno() for descriptor, _ in found) else ():
+                silent[visitor.fileno()] = visitor
+                poll.register(visitor, select.POLLIN)
+                if len(silent) > _MOST_SILENT:  # whoever has something to say says it at once
+                    hear(next(iter(silent)))
     except BaseException as error:
         _close_all(tuple(joined.values()))
         if isinstance(error, OSError):
