@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 import torch.distributed as dist
 
 import gradsync
@@ -97,30 +96,3 @@ def released_by_failure() -> None:
 
 def test_one_that_could_not_be_made_leaves_nothing(ranks: Ranks) -> None:
     ranks(released_by_failure, 2)
-
-
-def two_in_one_part() -> None:
-    """Two modules over the same part of the world, in one backward, with a parameter that one rank leaves out."""
-    group = dist.new_group([0, 1])
-    if dist.get_rank() == 2:
-        return
-    modules: list[Any] = [make("replicate", build(), process_group=group, transport="process_group") for _ in range(2)]
-    for step in range(3):
-        for module in modules:
-            module.zero_grad()
-        loss = torch.zeros(())
-        for number, module in enumerate(modules):
-            used = module[2:] if (dist.get_rank() + step + number) % 2 else module
-            x = batch(dist.get_rank(), step)
-            loss = loss + (used(x @ torch.ones(4, 8)) if used is not module else module(x)).square().mean()
-        loss.backward()
-        for module in modules:
-            for parameter in module.parameters():
-                assert parameter.grad is not None
-                gathered = [torch.empty_like(parameter.grad) for _ in range(2)]
-                dist.all_gather(gathered, parameter.grad.contiguous(), group=group)
-                assert torch.equal(*gathered)
-
-
-def test_two_modules_over_one_part_of_the_world(ranks: Ranks) -> None:
-    ranks(two_in_one_part, 3)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import gradsync
 from gradsync.errors import InvalidOptionError
-from tests.ranks.small import FRONTS, build, make
+from tests.ranks.small import FRONTS, TRANSPORTS, build, make
 from tests.support.ranks import Ranks
 
 
@@ -59,11 +59,14 @@ def skipped(step: int, rank: int) -> int | None:
     return 3 if step >= 2 and rank == 1 else None
 
 
-def two_in_one_loss(front: str, side_by_side: bool) -> None:
+def two_in_one_loss(front: str, side_by_side: bool, transport: str) -> None:
+    group = dist.new_group([0, 1])  # of two ranks, or of three
+    if dist.get_rank() > 1:
+        return
     torch.manual_seed(0)
     modules = [Residual().double(), Residual().double()]
     oracles = copy.deepcopy(modules)
-    first, second = (make(front, module) for module in modules)
+    first, second = (make(front, module, process_group=group, transport=transport) for module in modules)
 
     def loss(a: Any, b: Any, step: int, rank: int) -> Tensor:
         x, skip = batch(step, rank), skipped(step, rank)
@@ -85,9 +88,13 @@ def two_in_one_loss(front: str, side_by_side: bool) -> None:
 
 
 @FRONTS
+@TRANSPORTS
 @pytest.mark.parametrize("side_by_side", [False, True])
-def test_buckets_of_two_replicas_are_not_mixed_up(ranks: Ranks, front: str, side_by_side: bool) -> None:
-    ranks(two_in_one_loss, 2, front, side_by_side)
+@pytest.mark.parametrize("world", [2, 3])
+def test_buckets_of_two_replicas_are_not_mixed_up(
+    ranks: Ranks, front: str, side_by_side: bool, transport: str, world: int
+) -> None:
+    ranks(two_in_one_loss, world, front, side_by_side, transport)
 
 
 def collectives_of_the_model(front: str) -> None:
