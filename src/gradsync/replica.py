@@ -91,7 +91,9 @@ class Replica:
                 "nothing was changed. Call this only on the ranks of the new group."
             )
         engine = self._engine
-        engine.change_group(group, choose(group, engine.options.transport, engine.reducer.parameters, own=False))
+        transport = choose(group, engine.options.transport, engine.reducer.parameters)
+        with transport.starting():
+            engine.change_group(group, transport)
 
     def set_sparse_rows(self, rows: Mapping[str, Tensor]) -> None:
         """Which rows of sparse embeddings any rank will use, from the next round on, by the parameters' names.

@@ -6,6 +6,7 @@ collectives in its own backward, may start theirs in different orders on differe
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Collection
 from datetime import timedelta
@@ -96,10 +97,12 @@ def spares(group: dist.ProcessGroup) -> list[str]:
 
 def release_with(owner: object, group: Any, pending: Collection[dist.Work]) -> None:
     """Ends the connections when `owner` is gone, also if something of it is under way: gloo would wait for that."""
-    weakref.finalize(owner, _release, group, pending)
+    weakref.finalize(owner, _release, group, pending, os.getpid())
 
 
-def _release(group: Any, pending: Collection[dist.Work]) -> None:
+def _release(group: Any, pending: Collection[dist.Work], process: int) -> None:
+    if process != os.getpid():  # a forked child: the connections are its parent's
+        return
     if isinstance(group, dist.ProcessGroup):
         _spare[group.group_name] = group
     elif any(not work.is_completed() for work in pending):

@@ -15,6 +15,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import os
 import threading
 import time
 import weakref
@@ -145,7 +146,7 @@ def _say_done(gloo: Any) -> None:
 
 # --- threads that gloo may keep for as long as the other rank likes ---------------------------------------------
 
-_waiting: dict[threading.Thread, Any] = {}
+_waiting: dict[threading.Thread, tuple[Any, int]] = {}  # the connections, and the process
 
 
 def _in_thread(gloo: Any, wait: Callable[[], object], failed: Callable[[], None]) -> None:
@@ -158,13 +159,14 @@ def _in_thread(gloo: Any, wait: Callable[[], object], failed: Callable[[], None]
             _waiting.pop(thread, None)
 
     thread = threading.Thread(target=run, name="gradsync-start", daemon=True)
-    _waiting[thread] = gloo
+    _waiting[thread] = gloo, os.getpid()
     thread.start()
 
 
 @atexit.register
 def _let_go() -> None:
     """A thread that comes back from gloo while Python ends would abort the process (up to Python 3.12)."""
-    for thread, gloo in list(_waiting.items()):
-        _torch.break_off(gloo)
-        thread.join(1.0)
+    for thread, (gloo, process) in list(_waiting.items()):
+        if process == os.getpid():  # a forked child has the connections, but not the thread
+            _torch.break_off(gloo)
+            thread.join(1.0)

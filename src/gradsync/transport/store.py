@@ -65,7 +65,8 @@ class Causes:
 
     def forget(self) -> None:
         """This rank begins anew, whatever it gave up before."""
-        self._store.delete_key(self._key(self._rank))
+        with contextlib.suppress(RuntimeError):  # not every store can
+            self._store.delete_key(self._key(self._rank))
 
     def first(self, blamed: Sequence[int], patience: float = 0.0) -> list[int]:
         """Of ranks that did not come, those that are the reason; said to the others before it is returned.
