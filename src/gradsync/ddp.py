@@ -292,6 +292,11 @@ class DistributedDataParallel(TorchPrivate, JoinableReplica, Replica, nn.Module,
             return getattr(self.module, name)
 
 
+# Registered, not a base, of which nothing would be wanted but the name: frameworks, and torch's checkpoints and
+# pipelines, ask for the class before they unwrap a model or treat its micro-batches.
+nn.parallel.DistributedDataParallel.register(DistributedDataParallel)
+
+
 def _as_ours(mixed_precision: Any) -> _MixedPrecision | None:
     """torch's own class works as well."""
     if mixed_precision is None or isinstance(mixed_precision, _MixedPrecision):
