@@ -104,7 +104,6 @@ class DistributedDataParallel(TorchPrivate, JoinableReplica, Replica, nn.Module,
         self.is_multi_device_module = len({p.device for p in self._module_parameters}) > 1
         self.device_ids, self.output_device = self._devices(device_ids, output_device)
         self.dim = dim
-        self.forward_sync_buffers = forward_sync
         self.require_forward_param_sync = True
         self.find_unused_parameters = bool(find_unused_parameters)
         self.gradient_as_bucket_view = gradient_as_bucket_view
@@ -211,9 +210,27 @@ class DistributedDataParallel(TorchPrivate, JoinableReplica, Replica, nn.Module,
         self._engine.synchronising = flag
 
     @property
+    def forward_sync_buffers(self) -> bool:
+        """Whether buffers are kept in step. May be set between rounds, on all ranks alike."""
+        return self._engine.options.buffers != "never"
+
+    @forward_sync_buffers.setter
+    def forward_sync_buffers(self, flag: bool) -> None:
+        if flag != self.forward_sync_buffers:
+            self._engine.keep_buffers("round" if flag else "never")
+
+    @property
     def broadcast_buffers(self) -> bool:
         """torch's older name for `forward_sync_buffers`."""
         return self.forward_sync_buffers
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, flag: bool) -> None:
+        self.forward_sync_buffers = flag
+
+    def will_sync_module_buffers(self) -> bool:
+        """Whether there are buffers to keep in step."""
+        return self.forward_sync_buffers and bool(self._engine.buffers.named())
 
     # --- inputs and outputs across devices ---------------------------------------------------------
 

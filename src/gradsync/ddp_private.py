@@ -115,9 +115,11 @@ class TorchPrivate:
     # --- what is synchronised ----------------------------------------------------------------------
 
     @staticmethod
-    def _set_params_and_buffers_to_ignore_for_model(module: nn.Module, names: Iterable[str]) -> None:
-        """Before wrapping: parameters and buffers that each rank keeps to itself."""
-        names = list(names)
+    def _set_params_and_buffers_to_ignore_for_model(
+        module: nn.Module, params_and_buffers_to_ignore: Iterable[str]
+    ) -> None:
+        """Before wrapping: parameters and buffers that each rank keeps to itself, by name."""
+        names = list(params_and_buffers_to_ignore)
         module._ddp_params_and_buffers_to_ignore = names  # type: ignore[assignment]
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
             if name in names:
@@ -161,6 +163,10 @@ class TorchPrivate:
     def _has_rebuilt_buckets(self) -> bool:
         """Whether a round has passed: from then on buckets are what they will be."""
         return self._engine.reducer.rounds > 0
+
+    @property
+    def _distributed_rank(self) -> int:
+        return self._engine.transport.rank
 
     # --- communication -----------------------------------------------------------------------------
 

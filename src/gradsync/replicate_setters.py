@@ -82,6 +82,20 @@ class Setters:
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Accepted: broadcasts and copies follow the current stream, on which the optimizer ran."""
 
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Accepted: the transport decides where its buckets are."""
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Accepted: the transport decides where its buckets are."""
+
+    def reset_iter_state(self) -> None:
+        """After a forward or backward that raised: the registered parameters are in the module again.
+
+        The next forward would see to that too, and to the round that was left open.
+        """
+        for engine in self._engines():
+            engine.roster.faces.to_registered()
+
     # --- shards, of which there are none ---------------------------------------------------------
 
     def unshard(self, async_op: bool = False) -> Handle | None:
@@ -99,6 +113,21 @@ class Setters:
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """There is nothing to gather."""
+
+    def set_custom_all_gather(self, comm: Any) -> None:
+        """There is nothing to gather."""
+
+    def set_custom_reduce_scatter(self, comm: Any) -> None:
+        """There is nothing to scatter; `register_comm_hook` is for what reduces."""
+
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """Accepted: parameters may be used or not, on any rank."""
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """There is nothing to scatter."""
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """There is nothing to scatter."""
 
     def set_modules_to_forward_prefetch(self, modules: list[nn.Module]) -> None:
         """There is nothing to prefetch."""

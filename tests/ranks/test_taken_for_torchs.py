@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
@@ -59,12 +59,12 @@ def saved_and_loaded(saver: str, loader: str, folder: str) -> None:
     for _ in range(3):
         step(first, optimizer)
     weights, state = get_state_dict(first, optimizer)
-    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
+    state_dict_saver.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
     second = makers[loader](model(1))
     other = torch.optim.AdamW(second.parameters(), lr=0.1)
     step(second, other)  # there is a state to load into
     weights, state = get_state_dict(second, other)
-    dcp.load({"model": weights, "optimizer": state}, checkpoint_id=folder)
+    state_dict_loader.load({"model": weights, "optimizer": state}, checkpoint_id=folder)
     set_state_dict(second, other, model_state_dict=weights, optim_state_dict=state)
     for one, its in ((first, optimizer), (second, other)):
         torch.manual_seed(8)

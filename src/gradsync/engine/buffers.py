@@ -41,7 +41,7 @@ class Buffers:
         self._modules = modules
         self._training = modules[0]  # whose mode counts
         self.transport = transport
-        self._options = options
+        self.options = options
         self._ignored = ignored
         self._hook: tuple[object, BufferHook, BufferHookLocation] | None = None
         self.joined: bool | None = None
@@ -71,7 +71,7 @@ class Buffers:
     # --- moments of a step -----------------------------------------------------------------------
 
     def before_forward(self) -> None:
-        if self._options.buffers == "evaluation" and self._stale and not self._training.training:
+        if self.options.buffers == "evaluation" and self._stale and not self._training.training:
             self._stale = False
             self.take_over()
         self._run_hook(BufferHookLocation.PRE_FORWARD)
@@ -83,9 +83,9 @@ class Buffers:
         self._stale = True
         if self._hook is not None:
             return
-        if self._options.buffers == "round":
+        if self.options.buffers == "round":
             self.take_over()
-        elif self._options.buffers == "average":
+        elif self.options.buffers == "average":
             self._average()
 
     # --- inside ----------------------------------------------------------------------------------
@@ -98,15 +98,15 @@ class Buffers:
 
     def _source(self) -> int:
         if self.joined is None:
-            return self._options.buffers_from
+            return self.options.buffers_from
         going_on = [rank for rank, (joined,) in enumerate(self.transport.gather([int(self.joined)])) if not joined]
-        return going_on[0] if going_on else self._options.buffers_from
+        return going_on[0] if going_on else self.options.buffers_from
 
     def _average(self) -> None:
         """Floating buffers become their mean; counters and the like are taken over from the source rank."""
         named = self.named()
         rest = [buffer for _, buffer in named if not buffer.is_floating_point()]
-        self.transport.broadcast(rest, self._options.buffers_from)
+        self.transport.broadcast(rest, self.options.buffers_from)
         by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for _, buffer in named:
             if buffer.is_floating_point() and buffer.numel():

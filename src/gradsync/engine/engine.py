@@ -38,6 +38,7 @@ from gradsync.hooks.comm_hook import Hook, check_hook, name_of
 from gradsync.hooks.optimizer_overlap import Stepper, TorchsInBackward
 from gradsync.hooks.quantisation import stand_in
 from gradsync.observe.statistics import Statistics
+from gradsync.options import Buffers as BufferMode
 from gradsync.options import Options
 from gradsync.transport.base import Transport
 
@@ -281,6 +282,11 @@ class Engine:
     def register_buffer_hook(self, state: object, hook: BufferHook, location: BufferHookLocation) -> None:
         self.buffers.register_hook(state, hook, location)
         self._was_set("buffer hook", f"{name_of(hook)} ({location.name})")
+
+    def keep_buffers(self, how: BufferMode) -> None:
+        """From the next round on; all ranks must say the same before it."""
+        self.options = self.reducer.options = self.buffers.options = replace(self.options, buffers=how)
+        self._settings = self._list_settings()
 
     def overlap_optimizer(self, stepper: Stepper) -> None:
         if self.reducer.stepper is not None:
