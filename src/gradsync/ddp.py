@@ -20,11 +20,11 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import scatter_gather
 
-from gradsync import _torch, contract
+from gradsync import _torch, arguments, contract
 from gradsync.ddp_private import TorchPrivate, _MixedPrecision
 from gradsync.engine.engine import Engine
-from gradsync.errors import InvalidOptionError, UnsuitableModuleError
-from gradsync.groups import group_of_mesh, resolve_group
+from gradsync.errors import InvalidOptionError, UnsuitableModuleError, WrongTypeError
+from gradsync.groups import check_group, check_mesh, group_of_mesh, resolve_group
 from gradsync.joinable import JoinableReplica, NamedJoin
 from gradsync.options import Buffers, Options, Reduce, Transport, Verify
 from gradsync.replica import API, Replica
@@ -80,6 +80,7 @@ class DistributedDataParallel(TorchPrivate, JoinableReplica, Replica, nn.Module,
         transport: Transport = "auto",
         verify: Verify = "auto",
     ) -> None:
+        arguments.module(module, "DistributedDataParallel", "For several modules use gradsync.replicate([...]).")
         super().__init__()
         if process_group is not None and device_mesh is not None:
             raise InvalidOptionError(
@@ -88,6 +89,10 @@ class DistributedDataParallel(TorchPrivate, JoinableReplica, Replica, nn.Module,
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self._module_parameters = [p for n, p in module.named_parameters() if n not in self.parameters_to_ignore]
         delayed = _delayed(module, delay_all_reduce_named_params, param_to_hook_all_reduce)
+        if process_group is not None:
+            check_group("process_group", process_group)
+        if device_mesh is not None:
+            check_mesh("device_mesh", device_mesh)
         _check_trainable(module, self._module_parameters)
         forward_sync, init_sync_buffers = _buffer_arguments(broadcast_buffers, forward_sync_buffers)
         if check_reduction:
@@ -103,25 +108,24 @@ class DistributedDataParallel(TorchPrivate, JoinableReplica, Replica, nn.Module,
         self.device_type = self.device.type
         self.is_multi_device_module = len({p.device for p in self._module_parameters}) > 1
         self.device_ids, self.output_device = self._devices(device_ids, output_device)
-        self.dim = dim
+        self.dim = arguments.integer("dim", dim)
         self.require_forward_param_sync = True
         self.find_unused_parameters = bool(find_unused_parameters)
         self.gradient_as_bucket_view = gradient_as_bucket_view
-        self.batched_grad_copy = batched_grad_copy
-        self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
+        self.batched_grad_copy = arguments.flag("batched_grad_copy", batched_grad_copy)
+        self.skip_all_reduce_unused_params = arguments.flag(
+            "skip_all_reduce_unused_params", skip_all_reduce_unused_params
+        )
         self.static_graph = False
         self.mixed_precision = _as_ours(mixed_precision)
-        if self.mixed_precision is not None:
-            self.mixed_precision.cast_buffers(module, self.parameters_to_ignore)
-
         options = Options(
             bucket_cap_mb=bucket_cap_mb,
-            bucket_cap_mb_list=tuple(bucket_cap_mb_list or ()),
+            bucket_cap_mb_list=bucket_cap_mb_list,  # type: ignore[arg-type]  # made a tuple there
             gradient_as_bucket_view=gradient_as_bucket_view,
-            buffers=buffers or ("round" if forward_sync else "never"),
+            buffers=("round" if forward_sync else "never") if buffers is None else buffers,
             buffers_from=buffers_from,
             reduce=reduce,
-            init_sync="broadcast" if init_sync else "none",
+            init_sync="broadcast" if arguments.flag("init_sync", init_sync) else "none",
             init_sync_buffers=init_sync_buffers,
             find_unused_parameters=find_unused_parameters,
             static_graph=static_graph,
@@ -130,10 +134,16 @@ class DistributedDataParallel(TorchPrivate, JoinableReplica, Replica, nn.Module,
             delayed=delayed[0],
             delayed_until=delayed[1],
         )
+        names = {name for name, _ in module.named_parameters()} - self.parameters_to_ignore
+        options.check_names(names)
         if device_mesh is not None:
             self.device_mesh = device_mesh
             process_group = group_of_mesh(device_mesh)
-        self._connect(resolve_group(process_group, self.device_type), options)
+        group = resolve_group(process_group, self.device_type)
+        options.check_ranks(group.size())
+        if self.mixed_precision is not None:
+            self.mixed_precision.cast_buffers(module, self.parameters_to_ignore)
+        self._connect(group, options)
         if static_graph:
             self._set_static_graph()
 
@@ -237,7 +247,9 @@ class DistributedDataParallel(TorchPrivate, JoinableReplica, Replica, nn.Module,
     def _devices(
         self, device_ids: Sequence[int | torch.device] | None, output_device: int | torch.device | None
     ) -> tuple[list[int] | None, int | None]:
-        if device_ids is not None and len(device_ids) > 1:
+        cure = "Leave it out, or pass the one device of this process: [0]."
+        device_ids = arguments.items("device_ids", device_ids, (int, str, torch.device), cure)
+        if len(device_ids) > 1:
             raise InvalidOptionError(
                 f"device_ids can only be None or contain a single element, but got {list(device_ids)}. "
                 "Start one process for each device."
@@ -319,7 +331,8 @@ def _as_ours(mixed_precision: Any) -> _MixedPrecision | None:
     if mixed_precision is None or isinstance(mixed_precision, _MixedPrecision):
         return mixed_precision
     names = [field.name for field in dataclasses.fields(_MixedPrecision)]
-    return _MixedPrecision(**{name: getattr(mixed_precision, name) for name in names})
+    cure = "Leave it out, or pass torch's own, of torch.nn.parallel.distributed."
+    return _MixedPrecision(**arguments.policy("mixed_precision", mixed_precision, "_MixedPrecision", names, cure))
 
 
 def _check_trainable(module: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
@@ -332,6 +345,9 @@ def _check_trainable(module: nn.Module, parameters: Sequence[nn.Parameter]) -> N
 
 def _buffer_arguments(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> tuple[bool, bool]:
     """Whether buffers are kept in step, and whether they are broadcast at construction."""
+    for name, given in (("broadcast_buffers", broadcast_buffers), ("forward_sync_buffers", forward_sync_buffers)):
+        if given is not None:
+            arguments.flag(name, given)
     if broadcast_buffers is not None:
         and_both = ", and its value is ignored when `forward_sync_buffers` is provided" * (
             forward_sync_buffers is not None
@@ -360,4 +376,12 @@ def _delayed(
     anchor = next((name for name, parameter in module.named_parameters() if parameter is until), None)
     if anchor is None:
         raise InvalidOptionError("param_to_hook_all_reduce must be a parameter of the module, and is not.")
-    return tuple(name for name, _ in named), anchor
+    names = []
+    for pair in named:
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not isinstance(pair[0], str):
+            raise WrongTypeError(
+                "delay_all_reduce_named_params must be pairs (name, parameter), as module.named_parameters() gives "
+                f"them, but there is {arguments.shown(pair)} in it."
+            )
+        names.append(pair[0])
+    return tuple(names), anchor if names else None

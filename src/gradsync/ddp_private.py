@@ -16,11 +16,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gradsync import _torch
+from gradsync.arguments import shown
 from gradsync.ddp_logging import RuntimeLog, configuration
 from gradsync.engine.buffers import BufferHook, BufferHookLocation
 from gradsync.engine.engine import Engine
 from gradsync.engine.form import Form
-from gradsync.errors import InvalidOptionError, UnfinishedRoundError
+from gradsync.errors import InvalidOptionError, UnfinishedRoundError, WrongTypeError
+from gradsync.groups import check_group
 from gradsync.options import MIB, Options
 
 if TYPE_CHECKING:
@@ -144,7 +146,7 @@ class TorchPrivate:
     ) -> None:
         """`hook(state, {name: buffer})` keeps the buffers in step instead of us."""
         if not callable(hook):
-            raise TypeError("Communication hook must be callable.")
+            raise WrongTypeError(f"Communication hook must be callable, with (state, buffers), but is {shown(hook)}.")
         self._engine.register_buffer_hook(state, hook, BufferHookLocation(comm_hook_location.value))
 
     def _default_broadcast_coalesced(
@@ -187,6 +189,7 @@ class TorchPrivate:
 
         There it is no mistake yet; a backward before the module is moved again would be, and says so.
         """
+        check_group("new_process_group", new_process_group)
         if dist.get_rank(new_process_group) < 0:
             self._engine.leave_out()
         else:

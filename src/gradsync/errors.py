@@ -1,6 +1,6 @@
 """The exception family. Every message says which rank, which parameter or step, and the cure.
 
-Where torch raises `RuntimeError`, `ValueError` or `AssertionError` for the same mistake, the class
+Where torch raises `RuntimeError`, `ValueError`, `TypeError` or `AssertionError` for the same mistake, the class
 derives from that too, so that handlers written for torch's own front still catch ours.
 """
 
@@ -21,8 +21,20 @@ class InvalidOptionError(GradsyncError, ValueError, RuntimeError):
     """An option has a value, or is combined with another, in a way that makes no sense."""
 
 
+class WrongTypeError(InvalidOptionError, TypeError):
+    """An option or an argument is of a type that it can't have."""
+
+
 class UnsuitableModuleError(GradsyncError, RuntimeError, ValueError):
     """The module can't be replicated as it is."""
+
+
+class NotAModuleError(UnsuitableModuleError, TypeError):
+    """Something else was given where a module is expected."""
+
+
+class NotReplicatedError(UnsuitableModuleError, TypeError):
+    """A plain module was given where a replicated one is expected."""
 
 
 class AlreadyAppliedError(GradsyncError, AssertionError, RuntimeError):

@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from gradsync import arguments
 from gradsync.errors import InvalidOptionError, NoProcessGroupError
 
 # What `init_process_group` needs of the environment; torchrun sets all of them.
@@ -17,6 +18,7 @@ ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 def resolve_group(group: dist.ProcessGroup | None, device_type: str) -> dist.ProcessGroup:
     """The given group, else the default one, made from the environment if there is none yet."""
     if group is not None:
+        check_group("process_group", group)
         if not isinstance(group, dist.ProcessGroup) or group.rank() < 0:
             raise NoProcessGroupError(
                 f"this process is not a member of the process group it was given ({group!r}). Every rank that "
@@ -41,6 +43,18 @@ def resolve_group(group: dist.ProcessGroup | None, device_type: str) -> dist.Pro
     return default
 
 
+def check_group(name: str, group: object) -> None:
+    """Refuses what is no group. What `dist.new_group` gives on a rank that is not in the new one passes."""
+    if group is not dist.GroupMember.NON_GROUP_MEMBER:
+        cure = "Pass what dist.new_group([...]) returned, or dist.group.WORLD."
+        arguments.instance(name, group, dist.ProcessGroup, cure)
+
+
+def check_mesh(name: str, mesh: object) -> None:
+    cure = 'Make one with torch.distributed.init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp",)).'
+    arguments.instance(name, mesh, DeviceMesh, cure)
+
+
 def group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
     """The group of a mesh with one dimension."""
     if mesh.ndim != 1:
@@ -54,6 +68,8 @@ def replicated_dimensions(mesh: DeviceMesh | None, dims: Any) -> tuple[dist.Proc
     """The part of a mesh that torch's `DataParallelMeshDims` names, and its group: of several dimensions all ranks."""
     if mesh is None:
         raise InvalidOptionError("dp_mesh_dims names dimensions of a mesh: pass mesh too.")
+    cure = 'Pass torch.distributed.fsdp.DataParallelMeshDims(replicate="dp").'
+    arguments.policy("dp_mesh_dims", dims, "DataParallelMeshDims", ("shard", "replicate"), cure)
     if _names(dims.shard):
         raise InvalidOptionError(
             "replicate() with dp_mesh_dims requires replicate-only dims (no shard dims). "

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
-from gradsync.errors import InvalidOptionError
+from gradsync.arguments import flag, integer, items, one_of, shown, size
+from gradsync.errors import InvalidOptionError, WrongTypeError
 
 MIB = 1024 * 1024
 
@@ -59,24 +61,56 @@ class Options:
     delayed_until: str | None = None
 
     def __post_init__(self) -> None:
-        if self.bucket_cap_mb is not None and not self.bucket_cap_mb > 0:
-            raise InvalidOptionError(f"bucket_cap_mb must be greater than 0, but is {self.bucket_cap_mb}")
-        if any(not cap > 0 for cap in self.bucket_cap_mb_list):
-            raise InvalidOptionError(f"bucket_cap_mb_list must hold numbers > 0, not {self.bucket_cap_mb_list}")
+        flags = ["gradient_as_bucket_view", "init_sync_buffers", "static_graph"]
+        if self.find_unused_parameters is not None:
+            flags.append("find_unused_parameters")
+        for name in flags:
+            object.__setattr__(self, name, flag(name, getattr(self, name)))
+        for name in ("bucket_cap_mb_list", "delayed"):
+            object.__setattr__(self, name, _tuple(name, getattr(self, name)))
+        if self.bucket_cap_mb is not None:
+            size("bucket_cap_mb", self.bucket_cap_mb)
+        for place, cap in enumerate(self.bucket_cap_mb_list):
+            size(f"bucket_cap_mb_list[{place}]", cap)
         if self.bucket_cap_mb is not None and self.bucket_cap_mb_list:
             raise InvalidOptionError("Cannot specify both bucket_cap_mb and bucket_cap_mb_list; choose one.")
+        if integer("buffers_from", self.buffers_from) < 0:
+            raise InvalidOptionError(f"buffers_from must be a rank, from 0 on, but is {self.buffers_from}.")
         if isinstance(self.init_sync, bool):
             object.__setattr__(self, "init_sync", "broadcast" if self.init_sync else "check")
-        _one_of("init_sync", self.init_sync, get_args(Start))
-        _one_of("reduce", self.reduce, get_args(Reduce))
-        _one_of("buffers", self.buffers, get_args(Buffers))
-        _one_of("transport", self.transport, get_args(Transport))
-        _one_of("verify", self.verify, get_args(Verify))
+        one_of("init_sync", self.init_sync, get_args(Start))
+        one_of("reduce", self.reduce, get_args(Reduce))
+        one_of("buffers", self.buffers, get_args(Buffers))
+        one_of("transport", self.transport, get_args(Transport))
+        one_of("verify", self.verify, get_args(Verify))
+        self.verify_mode()
+        items("delayed", self.delayed, str, "Give names of parameters.")
+        if bool(self.delayed) != (self.delayed_until is not None):
+            raise InvalidOptionError("delayed and delayed_until go together: give both, or none of them.")
+
+    def check_names(self, parameters: Collection[str]) -> None:
+        """Refuses names that are none of the parameters to be reduced."""
+        named = [("delayed", name) for name in self.delayed]
+        if self.delayed_until is not None:
+            named.append(("delayed_until", self.delayed_until))
+        for option, name in named:
+            if name not in parameters:
+                raise InvalidOptionError(
+                    f"{option} names '{name}', but the module has no parameter of that name that is reduced. It has: "
+                    f"{', '.join(sorted(parameters)[:5])}{', ...' * (len(parameters) > 5)}."
+                )
+
+    def check_ranks(self, ranks: int) -> None:
+        """Refuses a rank that the group has not."""
+        if self.buffers_from >= ranks:
+            raise InvalidOptionError(
+                f"buffers_from is {self.buffers_from}, but the process group has ranks 0 to {ranks - 1}."
+            )
 
     def verify_mode(self) -> str:
         """What was asked for, else what the environment says."""
         mode = os.environ.get(VERIFY_VARIABLE) or self.verify if self.verify == "auto" else self.verify
-        _one_of(f"the variable {VERIFY_VARIABLE}", mode, get_args(Verify))
+        one_of(f"the variable {VERIFY_VARIABLE}", mode, get_args(Verify))
         return mode
 
     def bucket_caps(self, usual: tuple[int, ...] = (MIB, 25 * MIB)) -> tuple[int, ...]:
@@ -88,6 +122,9 @@ class Options:
         return (int(self.bucket_cap_mb * MIB),)
 
 
-def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise InvalidOptionError(f"{name} must be one of {', '.join(map(repr, allowed))}, but is {value!r}")
+def _tuple(name: str, value: Any) -> tuple[Any, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
+        raise WrongTypeError(f"{name} must be a list, but is {shown(value)}.")
+    return tuple(value)

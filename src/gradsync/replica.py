@@ -10,11 +10,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradsync import contract
+from gradsync import arguments, contract
 from gradsync.engine.engine import Engine
 from gradsync.engine.uneven import uneven as _uneven
 from gradsync.engine.without_backward import skip_round
-from gradsync.errors import NoProcessGroupError
+from gradsync.errors import NoProcessGroupError, NotReplicatedError, WrongTypeError
+from gradsync.groups import check_group
 from gradsync.hooks.comm_hook import Hook
 from gradsync.hooks.optimizer_overlap import make_stepper
 from gradsync.observe.statistics import Statistics
@@ -84,6 +85,7 @@ class Replica:
         Parameters, gradients and hooks stay; buckets are planned anew. On a rank that is not in the group it
         raises, and nothing is changed.
         """
+        check_group("the group", group)
         rank = self._engine.transport.rank
         if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
             raise NoProcessGroupError(
@@ -91,6 +93,7 @@ class Replica:
                 "nothing was changed. Call this only on the ranks of the new group."
             )
         engine = self._engine
+        engine.options.check_ranks(group.size())
         transport = choose(group, engine.options.transport, engine.reducer.parameters)
         with transport.starting():
             engine.change_group(group, transport)
@@ -108,12 +111,12 @@ def is_replicated(module: nn.Module) -> bool:
     return _find_engine(module) is not None
 
 
-def engine_of(module: nn.Module) -> Engine:
+def engine_of(module: nn.Module, who: str = "this function") -> Engine:
     """The engine of a replicated module, also behind `torch.compile`'s wrapper."""
-    engine = _find_engine(module)
+    engine = _find_engine(arguments.module(module, who))
     if engine is not None:
         return engine
-    raise TypeError(
+    raise NotReplicatedError(
         f"{type(module).__name__} is not replicated. Call gradsync.replicate(module) first, or pass the "
         "module it was called on rather than a submodule."
     )
@@ -143,7 +146,7 @@ def overlap_optimizer(
 
     Of torch's `ZeroRedundancyOptimizer` each rank steps its shard; the new values are exchanged at the end of backward.
     """
-    engine = engine_of(module)
+    engine = engine_of(module, "overlap_optimizer()")
     stepper = make_stepper(optimizer, engine.reducer.parameters, clip_value, free_gradients)
     engine.overlap_optimizer(stepper)
     return stepper.optimizer
@@ -155,7 +158,9 @@ def uneven(loader: Iterable[T], module: nn.Module) -> Iterator[T]:
     A rank that has run out goes over its last batch again, with weight 0: the gradient is the mean over the ranks that
     still have data, its optimizer takes the same steps as theirs, and all ranks leave the loop together.
     """
-    engine = engine_of(module)
+    engine = engine_of(module, "gradsync.uneven(loader, module)")
+    if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
+        raise WrongTypeError(f"the loader must be something to iterate over, but is {arguments.shown(loader)}.")
     return _uneven([engine, *(other for other in engines_in(module) if other is not engine)], loader)
 
 
@@ -165,10 +170,13 @@ def verify(module: nn.Module, optimizer: Optimizer | None = None) -> None:
     All ranks call it together, between steps. Raises `ReplicaDivergedError` on all of them, with the names of what
     differs and the ranks that are off.
     """
-    for engine in engines_in(module) or [engine_of(module)]:
+    first = engine_of(module, "verify()")
+    if optimizer is not None:
+        arguments.instance("optimizer", optimizer, Optimizer, "Leave it out to compare the module only.")
+    for engine in engines_in(module) or [first]:
         engine.verify(optimizer)
 
 
 def statistics(module: nn.Module) -> Statistics:
     """What the rounds of a replicated module have cost so far."""
-    return engine_of(module).statistics
+    return engine_of(module, "statistics()").statistics

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.join import Joinable
 
-from gradsync import _torch, contract
+from gradsync import _torch, arguments, contract
 from gradsync.engine.engine import Engine, owner_of
 from gradsync.engine.form import Form, check_replicated
-from gradsync.errors import InvalidOptionError, UnsuitableModuleError
-from gradsync.groups import group_of_mesh, replicated_dimensions, resolve_group
+from gradsync.errors import InvalidOptionError, UnsuitableModuleError, WrongTypeError
+from gradsync.groups import check_mesh, group_of_mesh, replicated_dimensions, resolve_group
 from gradsync.guard import unsynchronised
 from gradsync.joinable import JoinableReplica
 from gradsync.options import Options
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 M = TypeVar("M", nn.Module, list[nn.Module])
 Method = Callable[..., Any]
+_NAMED_MODULES = "Pass modules, also a single one as [module]; one by its name is module.get_submodule('name')."
+_NAMED_TENSORS = "Pass parameters, also a single one as [parameter]; by its name it is module.get_parameter('name')."
 
 
 class ReplicateModule(Setters, JoinableReplica, Replica, contract.ComposableModule, nn.Module):
@@ -129,16 +131,19 @@ def replicate(
     - `device_id`: where inputs are moved to.
     - everything else: see `gradsync.Options`; names of torch's DDP arguments work too.
     """
-    modules = [module] if isinstance(module, nn.Module) else _roots(list(module))
+    modules = _roots(arguments.modules(module, "replicate()"))
     checked = _options(options)
     device = _check_device(device_id)
     for one in modules:
         _check(one)
-    group, over = _where(modules, mesh, process_group, device_mesh, dp_mesh_dims)
-    inner: list[nn.Module] = list(ignored_modules or ())
-    single: list[nn.Parameter] = list(ignored_params or ())
+    inner: list[nn.Module] = arguments.items("ignored_modules", ignored_modules, nn.Module, _NAMED_MODULES)
+    single: list[nn.Parameter] = arguments.items("ignored_params", ignored_params, Tensor, _NAMED_TENSORS)
     ignored = _ignored(modules, inner, single)
-    form = _form(over, mp_policy, offload_policy, device)
+    checked.check_names({name for name, _ in _named_parameters(modules)} - ignored)
+    form = _form(mp_policy, offload_policy, device)
+    group, over = _where(modules, mesh, process_group, device_mesh, dp_mesh_dims)
+    checked.check_ranks(group.size())
+    form = dataclasses.replace(form, mesh=over)
     if form.mesh is not None:
         for one in modules:
             for name, parameter in one.named_parameters():
@@ -161,7 +166,7 @@ def unreplicate(module: M) -> M:
 
     With a mesh its parameters stay DTensors. Of a list, undoing one undoes all.
     """
-    first = module if isinstance(module, nn.Module) else module[0]
+    first, *_ = arguments.modules(module, "unreplicate()")
     engine = engine_of(first)
     engine.disarm()
     for one in engine.modules:
@@ -176,6 +181,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     Needed only with a mesh or a precision policy; gradients are synchronised without it.
     """
     engine_of(module)
+    arguments.instance("the name", name, str, "Pass the name of a method, as 'generate'.")
     method = getattr(type(module), name, None)
     if not callable(method):
         raise InvalidOptionError(f"{type(module).__name__} has no method '{name}'")
@@ -208,8 +214,6 @@ def _attach(modules: Sequence[nn.Module], engine: Engine) -> None:
 
 def _roots(modules: list[nn.Module]) -> list[nn.Module]:
     """Those modules of a list that are not inside another one of it."""
-    if not modules:
-        raise InvalidOptionError("replicate() was given an empty list of modules")
     inside = {id(sub) for module in modules for sub in module.modules() if sub is not module}
     return [module for module in dict.fromkeys(modules) if id(module) not in inside]
 
@@ -232,10 +236,11 @@ def _options(given: dict[str, Any]) -> Options:
     """Options, also under the names that torch's DDP has for them."""
     given = dict(given)
     for name in ("broadcast_buffers", "forward_sync_buffers"):
-        if given.pop(name, None) is False:
+        kept = given.pop(name, None)
+        if kept is not None and not arguments.flag(name, kept):
             given.setdefault("buffers", "never")
     for name in ("check_reduction", "batched_grad_copy", "skip_all_reduce_unused_params"):
-        given.pop(name, None)  # nothing to choose here
+        arguments.flag(name, given.pop(name, False))  # nothing to choose here
     known = {field.name for field in dataclasses.fields(Options)}
     if unknown := set(given) - known:
         raise InvalidOptionError(
@@ -263,6 +268,9 @@ def _where(
     dp_mesh_dims: Any,
 ) -> tuple[dist.ProcessGroup, DeviceMesh | None]:
     """The group over which to replicate, and the mesh over which parameters are to be registered."""
+    for name, each in (("mesh", mesh), ("device_mesh", device_mesh)):
+        if each is not None:
+            check_mesh(name, each)
     given = [x for x in (mesh, process_group, device_mesh) if x is not None]
     if len(given) > 1:
         raise InvalidOptionError("Cannot specify both process_group and device_mesh arguments, or mesh. Choose one.")
@@ -314,10 +322,24 @@ def _check_unowned(modules: Sequence[nn.Module], ignored: frozenset[str]) -> Non
                 )
 
 
-def _form(mesh: DeviceMesh | None, mp_policy: Any, offload_policy: Any, device: torch.device | None) -> Form:
-    offloads = type(offload_policy).__name__ == "CPUOffloadPolicy"
+def _named_parameters(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+    """With the names under which the engine has them."""
+    for number, module in enumerate(modules):
+        prefix = f"{number}." if len(modules) > 1 else ""
+        for name, parameter in module.named_parameters():
+            yield prefix + name, parameter
+
+
+def _form(mp_policy: Any, offload_policy: Any, device: torch.device | None) -> Form:
+    kinds = {kind.__name__ for kind in type(offload_policy).__mro__}
+    if offload_policy is not None and "OffloadPolicy" not in kinds:
+        raise WrongTypeError(
+            "offload_policy must be a gradsync.OffloadPolicy or CPUOffloadPolicy, but is "
+            f"{arguments.shown(offload_policy)}. Leave it out, or pass gradsync.CPUOffloadPolicy()."
+        )
     precision = {}
     if mp_policy is not None:
         names = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
-        precision = {name: getattr(mp_policy, name) for name in names}
-    return Form(mesh=mesh, compute_device=device if offloads else None, **precision)
+        cure = "Pass for example gradsync.MixedPrecisionPolicy(param_dtype=torch.bfloat16)."
+        precision = arguments.policy("mp_policy", mp_policy, "MixedPrecisionPolicy", names, cure)
+    return Form(compute_device=device if "CPUOffloadPolicy" in kinds else None, **precision)

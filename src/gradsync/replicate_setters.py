@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradsync import arguments
+from gradsync.arguments import shown
 from gradsync.engine.engine import Engine
-from gradsync.errors import InvalidOptionError
+from gradsync.errors import InvalidOptionError, WrongTypeError
 from gradsync.replica import engine_of, is_replicated
 
 
@@ -75,7 +77,7 @@ class Setters:
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: Any = None) -> None:
         """`hook(gradients)` sees each bucket's reduced gradients, flat, before they are delivered."""
         if not callable(hook):
-            raise TypeError("Communication hook must be callable.")
+            raise WrongTypeError(f"Communication hook must be callable, with a tensor, but is {shown(hook)}.")
         for engine in self._engines(recurse=False):
             engine.reducer.delivery.after_reduce = hook
 
@@ -139,6 +141,6 @@ class Setters:
 
 
 def _check_prefetched(modules: list[nn.Module]) -> None:
-    for module in modules:
-        if not is_replicated(module):
+    for module in arguments.items("modules", modules, object, "Pass a list of replicated modules."):
+        if not isinstance(module, nn.Module) or not is_replicated(module):
             raise InvalidOptionError(f"Expects FSDPModule but got {type(module)}: replicate the module first.")

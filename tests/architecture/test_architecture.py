@@ -13,7 +13,7 @@ import gradsync
 
 SOURCE = Path(gradsync.__file__).parent
 
-GROUND = {"errors", "options", "events", "_torch", "_version"}  # import nothing of ours but each other
+GROUND = {"errors", "arguments", "options", "events", "_torch", "_version"}  # import nothing of ours but each other
 # For each room or file at the top: what it may import besides itself and the ground floor.
 MAY_IMPORT = {
     "transport": set[str](),
@@ -25,11 +25,11 @@ MAY_IMPORT = {
     "engine": {"transport", "guard", "observe", "hooks"},
     "groups": set[str](),
     "tensor_parallel": set[str](),
-    "replica": {"engine", "observe", "contract", "hooks", "transport"},
+    "replica": {"engine", "observe", "contract", "groups", "hooks", "transport"},
     "replicate_setters": {"engine", "replica"},
     "joinable": {"engine", "replica"},
     "replicate": {"engine", "contract", "groups", "guard", "joinable", "replica", "replicate_setters", "transport"},
-    "ddp_private": {"engine", "ddp_logging", "transport", "ddp"},  # the last for annotations only
+    "ddp_private": {"engine", "ddp_logging", "groups", "transport", "ddp"},  # the last for annotations only
     "ddp_logging": {"engine", "ddp"},
     "ddp": {"engine", "contract", "groups", "joinable", "replica", "transport", "ddp_private"},
     "cli": {"gradsync"},

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import gradsync
-from gradsync.errors import NoProcessGroupError
+from gradsync.errors import NoProcessGroupError, WrongTypeError
 from gradsync.options import Transport
 from tests.ranks.small import FRONTS, TRANSPORTS, batch, build, make, mean_gradients, same_everywhere
 from tests.support.ranks import Ranks
@@ -25,8 +25,10 @@ def lacks_this_rank(front: str) -> None:
     replica(batch(rank)).square().mean().backward()
     transport = replica._engine.transport
     others = [dist.new_group([1]), dist.new_group([0])]
-    for wrong in (others[rank], None, "the world"):
-        with pytest.raises(NoProcessGroupError, match=rf"rank {rank} .*is not a member of.*nothing was changed"):
+    with pytest.raises(NoProcessGroupError, match=rf"rank {rank} .*is not a member of.*nothing was changed"):
+        replica.change_process_group(others[rank])
+    for wrong in (None, "the world"):
+        with pytest.raises(WrongTypeError, match=r"must be a ProcessGroup.*dist\.group\.WORLD"):
             replica.change_process_group(wrong)
     assert replica._engine.transport is transport
     replica.zero_grad()

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from gradsync import _torch
+from gradsync import _torch, arguments
 from gradsync.engine import without_backward
 from gradsync.engine.backward import Backward
 from gradsync.engine.buffers import BufferHook, BufferHookLocation, Buffers
@@ -213,7 +213,7 @@ class Engine:
 
     @synchronising.setter
     def synchronising(self, flag: bool) -> None:
-        self.reducer.synchronise(flag)
+        self.reducer.synchronise(arguments.flag("whether gradients are synchronized", flag))
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -225,6 +225,7 @@ class Engine:
             self.synchronising = before
 
     def set_round_weight(self, weight: float) -> None:
+        weight = arguments.number("a round's weight", weight)
         if not 0 <= weight < float("inf"):
             raise InvalidOptionError(f"a round's weight must be a finite number from 0 on, but is {weight}")
         if self.options.reduce != "mean":
@@ -232,7 +233,7 @@ class Engine:
         delivery = self.reducer.delivery
         if delivery.hook is not None:
             raise InvalidOptionError(_HOOK_DECIDES)
-        delivery.weight = float(weight) if delivery.usual_weight else 0.0
+        delivery.weight = weight if delivery.usual_weight else 0.0
 
     def skip_round(self) -> None:
         """This rank takes part in the round of the others with nothing, and gets what they have."""
@@ -274,10 +275,11 @@ class Engine:
             self.trained_alone()
 
     def set_divide_factor(self, factor: float) -> None:
+        factor = arguments.number("a divide factor", factor)
         if not 0 < factor < float("inf"):
             raise InvalidOptionError(f"a divide factor must be a finite number above 0, but is {factor}")
-        self.reducer.divide_by(float(factor))
-        self._was_set("gradient divide factor", repr(float(factor)))
+        self.reducer.divide_by(factor)
+        self._was_set("gradient divide factor", repr(factor))
 
     def register_buffer_hook(self, state: object, hook: BufferHook, location: BufferHookLocation) -> None:
         self.buffers.register_hook(state, hook, location)

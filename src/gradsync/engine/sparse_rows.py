@@ -15,8 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gradsync import arguments
 from gradsync.engine.plan import Spec
-from gradsync.errors import InvalidOptionError
+from gradsync.errors import InvalidOptionError, WrongTypeError
 from gradsync.transport.base import Transport
 
 
@@ -47,6 +48,9 @@ class KnownRows(NamedTuple):
 
 def check_rows(rows: Mapping[str, Tensor], specs: Mapping[str, Spec]) -> dict[str, KnownRows]:
     """What the user says, checked: names of sparse parameters, and numbers of rows that they have."""
+    cure = "set_sparse_rows() takes {'name': rows}, with the numbers of rows as a tensor of integers."
+    if not isinstance(rows, Mapping):
+        raise WrongTypeError(f"rows must be a dictionary, but is {arguments.shown(rows)}. {cure}")
     known = {}
     for name, ids in rows.items():
         spec = specs.get(name)
@@ -56,6 +60,9 @@ def check_rows(rows: Mapping[str, Tensor], specs: Mapping[str, Spec]) -> dict[st
                 f"'{name}' is no managed parameter with a sparse gradient. There are: {', '.join(sparse) or 'none'}. "
                 "Names are those of the replicated module, without the wrapper's prefix 'module.'."
             )
+        arguments.instance(f"the rows of '{name}'", ids, Tensor, cure)
+        if ids.is_complex() or ids.dtype is torch.bool or not torch.equal(ids, ids.long().to(ids.dtype)):
+            raise WrongTypeError(f"the rows of '{name}' must be whole numbers, but are {ids.dtype}. {cure}")
         made = KnownRows.of(ids)
         if len(made.ids) and not 0 <= int(made.ids[0]) <= int(made.ids[-1]) < spec.shape[0]:
             raise InvalidOptionError(

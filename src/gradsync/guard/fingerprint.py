@@ -10,7 +10,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor, nn
 
-from gradsync import _torch
+from gradsync import _torch, arguments
 
 _WORD = 8  # bytes
 _Memory = ctypes.c_ubyte * (1 << 46)  # one type for all sizes: making one takes longer than a small checksum
@@ -22,6 +22,7 @@ def fingerprint(module: nn.Module) -> str:
 
     Local, without communication: compare the results of several ranks, or of two runs.
     """
+    arguments.module(module, "fingerprint()")
     whole = hashlib.sha256()
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         whole.update(f"{name} {digest(tensor)}\n".encode())

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.futures import Future
 
 from gradsync import _torch
-from gradsync.errors import HookError
+from gradsync.arguments import shown
+from gradsync.errors import HookError, InvalidOptionError, WrongTypeError
 
 Hook = Callable[[Any, Any], Future[Tensor]]
 _RETURNS = (inspect.Signature.empty, torch.futures.Future[torch.Tensor], torch.futures.Future)
@@ -132,14 +133,14 @@ def launch(hook: Hook, state: object, bucket: GradBucket, tail: Any, rank: int, 
 def check_hook(hook: object) -> None:
     """Refuses what can't be a hook, as torch does."""
     if not callable(hook):
-        raise TypeError("Communication hook must be callable.")
+        raise WrongTypeError(f"Communication hook must be callable, with (state, bucket), but is {shown(hook)}.")
     signature = inspect.signature(hook)
     bucket = signature.parameters.get("bucket")
     if bucket is not None and not _names_bucket(bucket.annotation):
-        raise ValueError("Communication hook: bucket annotation should be dist.GradBucket.")
+        raise InvalidOptionError("Communication hook: bucket annotation should be dist.GradBucket.")
     returned = signature.return_annotation
     if returned not in _RETURNS and not any(word in str(returned) for word in ("Future", "Any")):
-        raise ValueError(
+        raise InvalidOptionError(
             "Communication hook: return annotation should be torch.futures.Future[torch.Tensor] or "
             "torch.futures.Future."
         )

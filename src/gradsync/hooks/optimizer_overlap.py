@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradsync import _torch
+from gradsync import _torch, arguments
 from gradsync.errors import HookError
 
 
@@ -170,10 +170,10 @@ def make_stepper(
     optimizer: Any, parameters: Iterable[nn.Parameter], clip_value: float | None, free_gradients: bool
 ) -> StepInBackward:
     """From an optimizer, or from a function that makes one of the parameters."""
-    made = optimizer if isinstance(optimizer, Optimizer) else optimizer(list(parameters))
-    if not isinstance(made, Optimizer):
-        raise HookError(
-            f"overlap_optimizer() takes an optimizer or a function that makes one, not {type(made).__name__}"
-        )
+    clip_value = None if clip_value is None else arguments.number("clip_value", clip_value)
+    free_gradients = arguments.flag("free_gradients", free_gradients)
+    made = optimizer(list(parameters)) if callable(optimizer) and not isinstance(optimizer, Optimizer) else optimizer
+    cure = "overlap_optimizer() takes one, or a function that makes one of a list of parameters."
+    arguments.instance("optimizer", made, Optimizer, cure)
     sharded = any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(made).__mro__)  # not imported to ask
     return (ShardedStepInBackward if sharded else StepInBackward)(made, clip_value, free_gradients)
