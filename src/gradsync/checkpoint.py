@@ -97,7 +97,7 @@ def checkpoint(
 ) -> None:
     """Recomputes the activations inside `module` in backward instead of keeping them; returns the module.
 
-    In place: the same object with the same names. Its class becomes `Checkpoint<Class>`, a subclass of
+    In place: the same object with the same names. Its class becomes one of the same name, a subclass of
     its own class. Its inputs are kept, its outputs are as long as somebody needs them, and all between
     is computed a second time. Composes with `replicate` in any order, with other checkpointed modules
     inside and around it, and with `torch.compile`. What the second forward does to buffers (running

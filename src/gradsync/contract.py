@@ -239,6 +239,11 @@ class ComposableModule:
     API: ClassVar[str]
     """The name in the registry."""
 
+    def _get_name(self) -> str:
+        """The name that is shown, in `repr` for example: that of the class is the original's."""
+        shown: str = super()._get_name()  # type: ignore[misc]
+        return "".join(made_from.prefix for made_from in _worn(type(self))) + shown
+
     def _apply_to(self, duplicate: nn.Module) -> None:
         """Does to a copy, so far a plain module, what was done to `self`. Call `super()` first."""
 
@@ -270,14 +275,18 @@ class ComposableModule:
 def put_on(module: nn.Module, mixin: type[ComposableModule], prefix: str, *, shared: bool = True) -> None:
     """Makes the module's class one of `mixin` over the present one.
 
+    It goes by the original's name, under which those who save or export a model by the name of its class find it
+    again; `repr` shows the prefix.
+
     Modules of one class get one class again, which spares torch.compile a compilation for each; with
     `shared=False` the module gets one for itself, to which methods may be added.
     """
     cls = type(module)
     made = _made.get((mixin, cls)) if shared else None
     if made is None:
-        namespace = {"__module__": cls.__module__, _MADE_FROM: _MadeFrom(mixin, cls, prefix, shared)}
-        made = type(f"{prefix}{cls.__name__}", (mixin, cls), namespace)
+        made_from = _MadeFrom(mixin, cls, prefix, shared)
+        names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+        made = type(cls.__name__, (mixin, cls), {**names, _MADE_FROM: made_from})
         if shared:
             _made[mixin, cls] = made
     module.__class__ = made

@@ -114,7 +114,7 @@ def replicate(
     """Makes `module` a replica that is kept in step with those of the other ranks, and returns it.
 
     In place: the same object, with the same names of parameters, buffers and submodules. Its class
-    becomes `Replicate<Class>`, a subclass of both its own class and `ReplicateModule`. A list of
+    becomes one of the same name, a subclass of both its own class and `ReplicateModule`. A list of
     modules makes one group, whose gradients travel together.
 
     All ranks of `process_group` (default: the default group, made from torchrun's environment if

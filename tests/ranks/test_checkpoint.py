@@ -188,7 +188,7 @@ def copied_and_undone() -> None:
         assert_same_gradients(module, duplicate)
         assert type(pickle.loads(pickle.dumps(module))) is nn.Sequential
         gradsync.unreplicate(module)
-        assert type(module).__name__ == "CheckpointSequential"
+        assert repr(module).startswith("CheckpointSequential(")
         assert list(registry(module)) == ["checkpoint"]
         gradients = [p.grad.clone() for p in module.parameters()]
         module.zero_grad()

@@ -161,7 +161,7 @@ def state_dicts() -> None:
     assert isinstance(replica, nn.Sequential)
     assert isinstance(replica, gradsync.ReplicateModule)
     assert list(replica.state_dict()) == keys
-    assert type(replica).__name__ == "ReplicateSequential"
+    assert type(replica).__name__ == "Sequential"
     wrapper = gradsync.DistributedDataParallel(model())
     assert list(wrapper.state_dict()) == [f"module.{key}" for key in keys]
     wrapper.load_state_dict(replica.state_dict())

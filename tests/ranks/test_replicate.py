@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import io
+import pickle
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -60,7 +62,7 @@ def in_place() -> None:
     replica = gradsync.replicate(module)
     module.register_forward_hook(lambda *_: order.append("after"))
     assert replica is module
-    assert type(module).__name__ == "ReplicateSequential"
+    assert type(module).__name__ == "Sequential"  # by which serialisers go
     assert issubclass(type(module), nn.Sequential)
     assert issubclass(type(module), gradsync.ReplicateModule)
     assert type(module[:2]) is nn.Sequential  # a slice is a plain container again
@@ -75,6 +77,47 @@ def in_place() -> None:
 
 def test_in_place(ranks: Ranks) -> None:
     ranks(in_place, 2)
+
+
+def by_name() -> None:
+    """Saved by the name of its class, as frameworks do, a replica is found again under that of its own class."""
+    for module in (nn.Linear(2, 2), Branchy()):
+        original = type(module)
+        exported = str(torch.export.export(copy.deepcopy(module), (torch.ones(1, 2),)).graph_module.code)
+        names = [str(node.meta.get("nn_module_stack")) for node in traced(module)]
+        gradsync.replicate(module)
+        assert type(module) is not original
+        for attribute in ("__name__", "__qualname__", "__module__"):
+            assert getattr(type(module), attribute) == getattr(original, attribute)
+        assert f"Replicate{original.__name__}" in repr(module)
+        saved = io.BytesIO()
+        torch.save(module, saved)
+        saved.seek(0)
+        assert type(torch.load(saved, weights_only=False)) is original
+        assert type(pickle.loads(pickle.dumps(module))) is original
+        assert isinstance(copy.deepcopy(module), gradsync.ReplicateModule)
+        assert names == [str(node.meta.get("nn_module_stack")) for node in traced(module)]
+        assert exported == torch.export.export(gradsync.unreplicate(module), (torch.ones(1, 2),)).graph_module.code
+        assert type(module) is original
+
+
+class Branchy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(x).relu()
+        return out
+
+
+def traced(module: nn.Module) -> list[torch.fx.Node]:
+    return list(torch.fx.symbolic_trace(nn.Sequential(module)).graph.nodes)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's, of exporting
+def test_names_of_classes(ranks: Ranks) -> None:
+    ranks(by_name, 2)
 
 
 def nested() -> None:
@@ -138,7 +181,7 @@ def refused() -> None:
     with pytest.raises(ValueError, match="Choose one"):
         gradsync.replicate(linear, mesh=mesh["a"], process_group=dist.group.WORLD)
     inside: Any = gradsync.replicate(nn.Sequential(nn.Linear(2, 2)))
-    with pytest.raises(ValueError, match=r"'weight' belongs to ReplicateSequential.*Replicate inner modules first"):
+    with pytest.raises(ValueError, match=r"'weight' belongs to Sequential.*Replicate inner modules first"):
         gradsync.replicate(inside[0])
     with pytest.raises(ValueError, match="empty list"):
         gradsync.replicate([])

@@ -413,7 +413,7 @@ def nested() -> None:
     module: Any = build()
     gradsync.replicate(module[0])
     gradsync.replicate(module)
-    with pytest.raises(InvalidOptionError, match=r"contains 1 submodule.*ReplicateLinear.*gradsync\.uneven"):
+    with pytest.raises(InvalidOptionError, match=r"contains 1 submodule.*Linear.*gradsync\.uneven"):
         Join([module])
 
 

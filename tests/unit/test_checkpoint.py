@@ -47,7 +47,8 @@ def test_in_place_with_the_same_names() -> None:
     )
     assert isinstance(module[0], Block)
     assert isinstance(module[0], CheckpointModule)
-    assert type(module[0]).__name__ == "CheckpointBlock"
+    assert type(module[0]).__name__ == "Block"
+    assert repr(module[0]).startswith("CheckpointBlock(")
     assert not module[0]._forward_hooks
     assert not module[0]._forward_pre_hooks
     assert list(registry(module[0])) == ["checkpoint"]
