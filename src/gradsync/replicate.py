@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from gradsync.transport.choice import choose
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-M = TypeVar("M", nn.Module, list[nn.Module])
+M = TypeVar("M", bound=nn.Module)
 Method = Callable[..., Any]
 _NAMED_MODULES = "Pass modules, also a single one as [module]; one by its name is module.get_submodule('name')."
 _NAMED_TENSORS = "Pass parameters, also a single one as [parameter]; by its name it is module.get_parameter('name')."
@@ -97,8 +97,54 @@ class ReplicateModule(Setters, JoinableReplica, Replica, contract.ComposableModu
 Joinable.register(ReplicateModule)
 
 
+if TYPE_CHECKING:
+
+    class Replicated(ReplicateModule, Any, Generic[M]):
+        """A replica as type checkers see it, for Python has no type for an `M` that is a `ReplicateModule` too.
+
+        What `ReplicateModule` has is known. The rest is the module's own and `Any`; it passes for an `M` wherever one
+        is wanted. After `assert isinstance(module, ReplicateModule)` both are known.
+        """
+
+        def __getattr__(self, name: str) -> Any: ...
+
+
+@overload
 def replicate(
     module: M,
+    ignored_modules: Iterable[nn.Module] | None = ...,
+    *,
+    mesh: DeviceMesh | None = ...,
+    process_group: dist.ProcessGroup | None = ...,
+    device_mesh: DeviceMesh | None = ...,
+    device_id: int | torch.device | None = ...,
+    ignored_params: Iterable[nn.Parameter] | None = ...,
+    mp_policy: Any = ...,
+    offload_policy: Any = ...,
+    dp_mesh_dims: Any = ...,
+    **options: Any,
+) -> Replicated[M]: ...
+
+
+@overload
+def replicate(
+    module: list[M],
+    ignored_modules: Iterable[nn.Module] | None = ...,
+    *,
+    mesh: DeviceMesh | None = ...,
+    process_group: dist.ProcessGroup | None = ...,
+    device_mesh: DeviceMesh | None = ...,
+    device_id: int | torch.device | None = ...,
+    ignored_params: Iterable[nn.Parameter] | None = ...,
+    mp_policy: Any = ...,
+    offload_policy: Any = ...,
+    dp_mesh_dims: Any = ...,
+    **options: Any,
+) -> list[Replicated[M]]: ...
+
+
+def replicate(
+    module: Any,
     ignored_modules: Iterable[nn.Module] | None = None,
     *,
     mesh: DeviceMesh | None = None,
@@ -110,7 +156,7 @@ def replicate(
     offload_policy: Any = None,
     dp_mesh_dims: Any = None,
     **options: Any,
-) -> M:
+) -> Any:
     """Makes `module` a replica that is kept in step with those of the other ranks, and returns it.
 
     In place: the same object, with the same names of parameters, buffers and submodules. Its class
@@ -161,7 +207,19 @@ def replicate(
     return module
 
 
-def unreplicate(module: M) -> M:
+@overload
+def unreplicate(module: Replicated[M]) -> M: ...
+
+
+@overload
+def unreplicate(module: M) -> M: ...
+
+
+@overload
+def unreplicate(module: list[M]) -> list[M]: ...
+
+
+def unreplicate(module: Any) -> Any:
     """Undoes `replicate`: the module is again what it was, and keeps its values and gradients.
 
     With a mesh its parameters stay DTensors. Of a list, undoing one undoes all.

@@ -43,7 +43,7 @@ def body() -> None:
         if step % 2 == 0:
             module.zero_grad(set_to_none=step < 3)
             oracle.zero_grad(set_to_none=step < 3)
-        with replica.no_sync():  # type: ignore[operator]
+        with replica.no_sync():
             replica(batch(step, dist.get_rank()), times[step]).square().mean().backward()
         replica(batch(step + 50, dist.get_rank()), times[step]).square().mean().backward()
         for part in range(2):

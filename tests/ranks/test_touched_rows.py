@@ -203,7 +203,7 @@ def weights_and_absence() -> None:
         weights = [1.0, float(step % 3)]
         module.zero_grad()
         oracle.zero_grad()
-        replica.set_round_weight(weights[rank])  # type: ignore[operator]
+        replica.set_round_weight(weights[rank])
         loss(replica, "few", step * 10 + rank).backward()
         for part, weight in enumerate(weights):
             (loss(oracle, "few", step * 10 + part) * weight / sum(weights)).backward()
@@ -355,14 +355,14 @@ def laid_out_otherwise() -> None:
     assert by_rows(replica) == ["table.weight"]
     for kind in ("columns", "sparse"):
         module.zero_grad()
-        with replica.no_sync():  # type: ignore[operator]
+        with replica.no_sync():
             loss(replica, "few", dist.get_rank()).backward()
         found = weight.grad
         assert found is not None
         expected = found.clone()
         dist.all_reduce(expected)
         weight.grad = found.T.contiguous().T if kind == "columns" else found.to_sparse(1)
-        replica.synchronize_gradients()  # type: ignore[operator]
+        replica.synchronize_gradients()
         assert weight.grad is not None
         torch.testing.assert_close(weight.grad.to_dense(), expected / 2)
 
@@ -470,14 +470,14 @@ def negative_zeros() -> None:
     replica = gradsync.replicate(module)
     loss(replica, "few", 3).backward()
     module.zero_grad()
-    with replica.no_sync():  # type: ignore[operator]
+    with replica.no_sync():
         loss(replica, "few", 3).backward()
     gradient = module.table.weight.grad
     assert gradient is not None
     gradient.mul_(0)
     if dist.get_rank():
         gradient.neg_()
-    replica.synchronize_gradients()  # type: ignore[operator]
+    replica.synchronize_gradients()
     assert module.table.weight.grad is not None
     same_on_all(module.table.weight.grad)
 
