@@ -129,7 +129,8 @@ def engines_in(module: nn.Module) -> list[Engine]:
 
 
 def _find_engine(module: nn.Module) -> Engine | None:
-    for candidate in (module, module._modules.get("_orig_mod")):
+    inside = module._modules if isinstance(module._modules, dict) else {}  # a ScriptModule has no dict
+    for candidate in (module, inside.get("_orig_mod")):
         if candidate is not None and isinstance(engine := contract.state_of(candidate, API), Engine):
             return engine
     return None

@@ -282,6 +282,11 @@ def _check(module: nn.Module) -> None:
             "Cannot apply `replicate()` on a Module already managed by `fully_shard`. Replicate its parent, "
             "which leaves it alone, or use one of the two."
         )
+    if isinstance(module, torch.jit.ScriptModule):
+        raise UnsuitableModuleError(
+            f"{type(module).__name__} was compiled by torch.jit: it can't get another class, as replicate() gives it. "
+            "Wrap it, gradsync.DistributedDataParallel(module), or replicate the plain module that holds it."
+        )
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
         raise InvalidOptionError(
             f"replicate does not support containers that do not implement forward: {type(module).__name__}. "

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from gradsync import _torch
@@ -183,5 +184,10 @@ class Roster:
 
 def _sparse_parameters(module: nn.Module) -> set[Tensor]:
     """Parameters whose gradients are sparse: those of embeddings made with `sparse=True`."""
-    tables = (m for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse)
-    return {table.weight for table in tables}
+    weights = (m.weight for m in module.modules() if _is_table(m) and getattr(m, "sparse", False))
+    return {weight for weight in weights if isinstance(weight, Tensor)}
+
+
+def _is_table(module: nn.Module) -> bool:
+    compiled_from = getattr(module, "original_name", "") if isinstance(module, torch.jit.ScriptModule) else ""
+    return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or compiled_from in ("Embedding", "EmbeddingBag")

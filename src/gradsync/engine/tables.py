@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import chain
+from operator import methodcaller
 from typing import Any
 
 from torch import nn
 from torch.nn.modules import module as torch_modules
 
 LOOK_ANYWAY = 64  # at least every so many times
+_values_of = methodcaller("values")  # of a dict, or of what a ScriptModule has in its place
 
 _registrations = 0
 _watching = False
@@ -46,7 +48,7 @@ class Tables:
         return any(list(map(id, table.values())) != identities for table, identities in self._filled)
 
     def _values(self) -> Iterable[Any]:
-        return chain.from_iterable(map(dict.values, self._tables))
+        return chain.from_iterable(map(_values_of, self._tables))
 
 
 def _watch() -> None:

@@ -49,7 +49,8 @@ def check_layers(module: nn.Module) -> None:
 
     A subclass with a forward of its own may do better.
     """
-    names = [name for name, layer in module.named_modules() if type(layer).forward is nn.SyncBatchNorm.forward]
+    norms = ((name, type(m)) for name, m in module.named_modules() if isinstance(m, nn.SyncBatchNorm))
+    names = [name for name, cls in norms if cls.forward is nn.SyncBatchNorm.forward]
     if names and all(tensor.device.type == "cpu" for tensor in (*module.parameters(), *module.buffers())):
         raise UnsuitableModuleError(
             f"SyncBatchNorm layers only work with GPU modules, and {', '.join(map(repr, names[:3]))}"
