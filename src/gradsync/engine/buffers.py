@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import Enum
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.futures import Future
 
+from gradsync.engine.left_out import LeftOut
 from gradsync.engine.tables import Tables
+from gradsync.guard.fingerprint import digest
 from gradsync.options import Options
 from gradsync.transport.base import Transport
 
@@ -42,12 +45,14 @@ class Buffers:
         self._training = modules[0]  # whose mode counts
         self.transport = transport
         self.options = options
-        self._ignored = ignored
+        self._ignored = LeftOut(modules, ignored)
         self._hook: tuple[object, BufferHook, BufferHookLocation] | None = None
         self.joined: bool | None = None
         """In a `Join` context: whether this rank has run out of data. Its buffers don't count then."""
         self._stale = False  # a round closed since the last exchange before evaluation
+        self._kinds: dict[str, str] = {}
         self._read()
+        self.agreed()
 
     def named(self) -> list[tuple[str, Tensor]]:
         """All buffers that are not ignored; modules replace them freely."""
@@ -62,7 +67,38 @@ class Buffers:
         for number, module in enumerate(self._modules):
             prefix = f"{number}." if len(self._modules) > 1 else ""
             named |= {prefix + name: buffer for name, buffer in module.named_buffers()}
-        self._named = [(name, buffer) for name, buffer in named.items() if name not in self._ignored]
+        self._named = self._ignored.without(named.items())
+        kinds = {name: f"buffer {list(one.shape)} {one.dtype}" for name, one in self._named}
+        if kinds != self._kinds:  # else the same object, which is compared more quickly
+            self._kinds = kinds
+
+    def changed(self) -> bool:
+        """Whether there are other buffers, or in other forms, than all ranks had."""
+        if self._options.buffers == "never":
+            return False
+        if self._structure.changed() or self._registered.changed():
+            self._read()
+        return self._kinds is not self._agreed
+
+    def agreed(self) -> None:
+        """All ranks have the same buffers as this one now."""
+        self._agreed = self._kinds
+        self._agreed_on = WeakSet(submodule for module in self._modules for submodule in module.modules())
+
+    def describe(self, with_values: bool) -> str:
+        """A text that is equal on two ranks if they have the same buffers.
+
+        `with_values`: parameters were changed too. New buffers beside them, as a mask for pruning, must then have the
+        same values; those of new modules may have been written to by a forward, as statistics are.
+        """
+        if self._options.buffers == "never":
+            return ""
+        beside = {id(one) for submodule in self._agreed_on for one in submodule.buffers(recurse=False)}
+        rows = []
+        for name, buffer in self._named:
+            new = with_values and name not in self._agreed and id(buffer) in beside
+            rows.append(f"{name}: {self._kinds[name]}" + f" with values {digest(buffer)[:12]}" * new)
+        return "\n".join(rows)
 
     def register_hook(self, state: object, hook: BufferHook, location: BufferHookLocation) -> None:
         """From now on `hook(state, {name: buffer})` does the work, around each training forward."""

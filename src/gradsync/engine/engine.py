@@ -29,7 +29,7 @@ from gradsync.engine.reducer import About, Reducer
 from gradsync.engine.roster import Roster
 from gradsync.engine.sparse_rows import check_rows
 from gradsync.engine.uneven import Joining
-from gradsync.errors import HookError, InvalidOptionError, NoProcessGroupError
+from gradsync.errors import HookError, InvalidOptionError, NoProcessGroupError, RosterChangedError
 from gradsync.events import Event, Recorder
 from gradsync.guard import replicas, unsynchronised
 from gradsync.guard.replicas import Comparison
@@ -127,7 +127,7 @@ class Engine:
         self._set_by_hand: dict[str, str] = {}  # hooks and the like, as they are compared between ranks
         self._settings = self._list_settings()
         serial, begun_alike = self._start()
-        about = About(type(self.module).__name__, serial, self._settings, self.roster.describe, begun_alike)
+        about = About(type(self.module).__name__, serial, self._settings, self._describe, self._agreed_on, begun_alike)
         self.reducer = Reducer(self.roster.managed(), transport, options, about)
         self._compare()
         self.recorders: list[Recorder] = [self.statistics.record]
@@ -154,6 +154,12 @@ class Engine:
         self.reducer.forward_begins()
         if self.roster.faces:
             self.roster.renew_faces()
+            if self.form.mesh is not None and (names := self.roster.new_names()):
+                raise RosterChangedError(
+                    f"rank {self.transport.rank}: parameters of a module that is replicated over a mesh were added or "
+                    f"renamed: {', '.join(map(repr, names[:5]))}. Change the module before replicating it, after "
+                    "gradsync.unreplicate(module), or replicate it over a process group instead."
+                )
             self.roster.faces.to_compute()
         self.buffers.before_forward()
         if self.joining is not None:
@@ -348,11 +354,7 @@ class Engine:
     def unmanaged(self) -> dict[int, str]:
         """Names, by their ids, of parameters inside the modules that are not managed now, and not ignored."""
         managed = set(map(id, [*self.reducer.parameters, *self.reducer.computing]))
-        return {
-            id(parameter): name
-            for name, parameter in self.roster.named()
-            if id(parameter) not in managed and name not in self.ignored
-        }
+        return {id(parameter): name for name, parameter in self.roster.not_ignored() if id(parameter) not in managed}
 
     def known(self) -> set[int]:
         """Ids of all parameters that are managed here, or that it was told to leave alone."""
@@ -453,17 +455,23 @@ class Engine:
 
     def agree_on_changes(self) -> None:
         """Before a round: what this rank has set or changed since the one before, all ranks must have."""
-        described, changed = "", self.roster.changed(doubt=not self.reducer.arrivals.as_expected)
-        if changed:
-            before = self.roster.signature()
-            replaced = self.roster.refresh(self.transport.rank)
-            changed = self.roster.signature() != before  # not if somebody attached something without parameters
-            described = self.roster.describe(with_values=replaced) if changed else ""
-        self.reducer.confirm(self._settings, described)
+        changed = self.roster.changed(doubt=not self.reducer.arrivals.as_expected)
+        changed = changed and self.roster.refresh()  # not if somebody attached something without parameters
+        differs = self.buffers.changed() or changed
+        self.reducer.confirm(self._settings, self._describe() if differs else "")
         if changed:
             self._claim()
             self.reducer.replace(self.roster.managed())
             self._compare()
+        elif differs:
+            self.buffers.agreed()
+
+    def _describe(self) -> str:
+        return f"{self.roster.describe()}\n{self.buffers.describe(with_values=self.roster.unsettled)}"
+
+    def _agreed_on(self) -> None:
+        self.roster.agreed()
+        self.buffers.agreed()
 
     def _round_closes(self) -> None:
         if self.reducer.stepper is not None:

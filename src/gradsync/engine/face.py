@@ -29,22 +29,26 @@ class Face:
     compute: nn.Parameter
     sites: Sequence[Site]
     reduce_dtype: torch.dtype
+    shown: nn.Parameter  # what is in the module
     _accumulated: Tensor | None = None  # of backwards without synchronisation, in `reduce_dtype`
     _given: tuple[Tensor, Tensor] | None = None  # a local gradient, and the registered form it was given
 
     def __post_init__(self) -> None:
         inner = _torch.local(self.registered)
-        self._made_for = inner.dtype, inner.device, _shares_memory(inner, _torch.local(self.compute))
+        self._made_for = inner.dtype, inner.device, inner.shape, _shares_memory(inner, _torch.local(self.compute))
 
     def outdated(self) -> bool:
         """Whether the registered parameter was converted, moved or given other memory since."""
         inner = _torch.local(self.registered)
-        return self._made_for != (inner.dtype, inner.device, _shares_memory(inner, _torch.local(self.compute)))
+        shares = _shares_memory(inner, _torch.local(self.compute))
+        return self._made_for != (inner.dtype, inner.device, inner.shape, shares)
 
     def show(self, parameter: nn.Parameter) -> None:
-        """Puts one of the two forms into the module."""
+        """Puts one of the two forms into the module, where nobody has put anything else since."""
         for owner, key in self.sites:
-            owner[key] = parameter
+            if key in owner and owner[key] is self.shown:
+                owner[key] = parameter
+        self.shown = parameter
 
     def refresh(self) -> None:
         """Brings the compute face up to date with the registered parameter's values."""

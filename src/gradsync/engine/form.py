@@ -48,7 +48,7 @@ class Form:
             device = self.compute_device or _torch.local(computing).device
             copied = computing.detach().to(device=device, dtype=self._compute_dtype(computing))
             computing = nn.Parameter(copied, computing.requires_grad)
-        return Face(registered, computing, sites, self._reduced_dtype(registered))
+        return Face(registered, computing, sites, self._reduced_dtype(registered), parameter)
 
     def cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Floating inputs in the dtype in which the parameters compute."""

@@ -109,9 +109,10 @@ def explain(rank: int, positions: Sequence[Position | None]) -> GradsyncError:
         if other.parameters != told[0].parameters and any(position.kind == Kind.CHANGE for position in told):
             text = list_differences(told[0].parameters, other.parameters, f"on rank {positions.index(other)}")
             return RosterChangedError(
-                f"rank {rank}: parameters were frozen, unfrozen, converted or replaced in different ways, or by "
-                f"different values, on different ranks:\n{text}\n"
-                "Make the same change on all ranks before the same backward."
+                f"rank {rank}: parameters or buffers were frozen, converted, added, renamed or replaced in different "
+                f"ways, or by different values, on different ranks:\n{text}\n"
+                "Make the same change on all ranks before the same backward, with the same values (seed all ranks "
+                "alike if they are random). Or undo it, gradsync.unreplicate(module), change it, and replicate again."
             )
     where = "\n".join(
         f"  rank {r}: {p if p is not None else 'has not said where it is'}" for r, p in enumerate(positions)

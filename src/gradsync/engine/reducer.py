@@ -84,6 +84,8 @@ class About(NamedTuple):
     settings: str
     describe: Callable[[], str]
     """A text that is equal on two ranks if they manage the same parameters."""
+    agreed: Callable[[], None]
+    """Called when all ranks have described the same."""
     begun_alike: bool = False
     """All ranks held the same values before rank 0's were broadcast."""
 
@@ -690,6 +692,7 @@ class Reducer:
             raise self._mismatch(opened, Kind.CHANGE)
         if len({row[3] for row in rows if row[4]}) > 1 and not self._about.begun_alike:
             raise crossed(self.rank, self._about.name, [row[3] for row in rows])
+        self._about.agreed()
         self.serial = rows[0][2]
         opened.identity = opened.identity._replace(module=self.serial)
         self.delivery.measure_weights([row[0] for row in rows])

@@ -1,13 +1,14 @@
 """Which parameters are managed, in which forms, and whether that is still so.
 
 People freeze, unfreeze, convert (`module.double()`) and replace (`load_state_dict(assign=True)`)
-parameters in the middle of training. The roster notices at the beginning of a round, by comparing
-a few attributes of each parameter, and says what the new list is.
+parameters in the middle of training; prune, parametrize or refit their modules, by which parameters get other names
+and new ones come. The roster notices at the beginning of a round, by comparing a few attributes of each parameter, and
+says what the new list is, and what other ranks must have in common of what is new.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple, Protocol
@@ -18,9 +19,9 @@ from torch import Tensor, nn
 from gradsync import _torch
 from gradsync.engine.face import Face, Faces, Site
 from gradsync.engine.form import Form
+from gradsync.engine.left_out import LeftOut
 from gradsync.engine.plan import Spec, gradient_stride
 from gradsync.engine.tables import Tables
-from gradsync.errors import RosterChangedError
 from gradsync.guard.fingerprint import digest
 
 
@@ -59,6 +60,7 @@ class Entry(NamedTuple):
 # one parameter after the other.
 _requires_grad, _dtype = attrgetter("requires_grad"), attrgetter("dtype")
 _device = Tensor.get_device  # its index: -1 for the CPU
+_size = Tensor.size  # `weight.data = ...` may change it
 
 
 class Roster:
@@ -68,22 +70,29 @@ class Roster:
         self, modules: Sequence[nn.Module], ignored: frozenset[str] = frozenset(), form: Form | None = None
     ) -> None:
         self._modules = modules
-        self._ignored = ignored
+        self._ignored = LeftOut(modules, ignored)
         self._form = form or Form()
         self._known: dict[nn.Parameter, Face | None] = {}
-        self._renewed = False
         self.faces = Faces(())
         self._read()
+        self.agreed()
+
+    def agreed(self) -> None:
+        """All ranks have the same as this one now."""
+        self._agreed, self._agreed_rows = self.entries, self._rows
+        self.unsettled = False
+        """Something was changed of which the other ranks have not said that they changed it too."""
 
     def _read(self) -> None:
-        self.faces.to_registered()
+        if self.faces.computing:
+            self.faces.to_registered()
         sites: dict[nn.Parameter, list[Site]] = {}
         for module in self._modules:
             for submodule in module.modules():
                 for key, parameter in submodule._parameters.items():
                     if parameter is not None:
                         sites.setdefault(parameter, []).append((submodule._parameters, key))
-        self.entries = [self._enter(n, p, sites[p]) for n, p in self.named() if n not in self._ignored]
+        self.entries = [self._enter(n, p, sites[p]) for n, p in self.not_ignored()]
         self._known = {entry.parameter: entry.face for entry in self.entries}
         self.faces = Faces([entry.face for entry in self.entries if entry.face is not None])
         self.faces.to_registered()
@@ -94,13 +103,15 @@ class Roster:
         self._registered = Tables(self._modules, "_parameters")
 
     def _compared(self) -> list[list[object]]:
-        return [list(map(get, self._parameters)) for get in (_requires_grad, _dtype, _device)]
+        return [list(map(get, self._parameters)) for get in (_requires_grad, _dtype, _device, _size)]
 
     def _enter(self, name: str, parameter: nn.Parameter, sites: list[Site]) -> Entry:
         """An entry, with the face it had as long as that fits, else a new one."""
         face = self._known.get(parameter)
         if face is None or face.outdated():
             face = self._form.face(name, parameter, sites)
+        elif face is not None:
+            face.sites = sites
         registered = parameter if face is None else face.registered
         return Entry(name, registered, face, registered.requires_grad)
 
@@ -113,6 +124,9 @@ class Roster:
                 if parameter not in seen:
                     seen.add(parameter)
                     yield prefix + name, parameter
+
+    def not_ignored(self) -> list[tuple[str, nn.Parameter]]:
+        return self._ignored.without(self.named())
 
     def managed(self) -> list[Managed]:
         """Those that are trained."""
@@ -127,28 +141,28 @@ class Roster:
         spec = Spec(entry.name, tuple(inner.shape), gradient_stride(inner), dtype, inner.device, sparse)
         return Managed(spec, parameter, computing, parameter if face is None else face)
 
-    def signature(self) -> list[tuple[object, ...]]:
-        """Equal to another one if nothing that the engine knows of has changed in between."""
-        return [
-            (id(e.parameter), id(e.face), e.trained, e.name, *row)
-            for e, *row in zip(self.entries, *self._rows, strict=True)
-        ]
-
-    def describe(self, with_values: Collection[str] = ()) -> str:
-        """A text that is equal on two ranks if they manage the same parameters, of which some with the same values."""
+    def describe(self) -> str:
+        """A text that is equal on two ranks if they manage the same parameters, and have made the same change."""
+        before = {e.parameter: (e.name, size) for e, size in zip(self._agreed, self._agreed_rows[-1], strict=True)}
         rows = []
-        for one in self.managed():
-            values = f" with values {digest(one.parameter)[:12]}" if one.spec.name in with_values else ""
-            rows.append(f"{one.spec.name}: {list(one.spec.shape)} {one.parameter.dtype}{values}")
+        for entry in self.entries:
+            name, size = before.get(entry.parameter, ("", None))
+            news = "" if name == entry.name else f" formerly '{name}'"
+            if size != entry.parameter.size():
+                news = f" with values {digest(entry.parameter)[:12]}"
+            if entry.trained or news:
+                shape = "" if entry.trained else "frozen "
+                shape += str(list(self._managed(entry).spec.shape))
+                rows.append(f"{entry.name}: {shape} {entry.parameter.dtype}{news}")
         return "\n".join(rows)
 
     def changed(self, doubt: bool) -> bool:
-        """Whether parameters were frozen, converted, moved or replaced, or submodules added or replaced.
+        """Whether parameters were frozen, converted, moved, resized or replaced, or submodules added or replaced.
 
         `doubt`: some did not arrive as they used to, as if others were in their place.
         """
         return (
-            self._renewed
+            self.unsettled
             or self._compared() != self._rows
             or self._structure.changed(doubt)
             # While computing faces are in the place of registered ones there is nothing to compare.
@@ -157,29 +171,33 @@ class Roster:
 
     def renew_faces(self) -> None:
         """Before forward: parameters that were converted need other faces at once, not only in backward."""
-        if any(entry.face is not None and entry.face.outdated() for entry in self.entries):
+        if self.faces.computing:
+            return
+        moved = self._structure.changed(False) or self._registered.changed(False)
+        if moved or any(entry.face is not None and entry.face.outdated() for entry in self.entries):
             self._read()
-            self._renewed = True
+            self.unsettled = True
 
-    def refresh(self, rank: int) -> set[str]:
-        """Reads the module anew and returns the names under which there are other parameters than before.
+    def new_names(self) -> list[str]:
+        """Names under which the ranks have agreed on nothing yet."""
+        if not self.unsettled:
+            return []
+        known = {entry.name for entry in self._agreed}
+        return [entry.name for entry in self.entries if entry.name not in known]
 
-        Parameters under new names are refused: nobody made them equal.
-        """
-        known = {entry.name: entry.parameter for entry in self.entries}
+    def refresh(self) -> bool:
+        """Reads the module anew; whether anything is not what all ranks had."""
         computing = self.faces.computing
         self._read()
-        self._renewed = False
         if computing:
             self.faces.to_compute()
-        added = [entry.name for entry in self.entries if entry.name not in known]
-        if added:
-            raise RosterChangedError(
-                f"rank {rank}: parameters were added after the module was replicated: "
-                f"{', '.join(map(repr, added[:5]))}. They begin with different values on each rank. Add them "
-                "before replicating, or undo it with gradsync.unreplicate(module) and replicate again."
-            )
-        return {entry.name for entry in self.entries if known[entry.name] is not entry.parameter}
+        self.unsettled = _signature(self.entries, self._rows) != _signature(self._agreed, self._agreed_rows)
+        return self.unsettled
+
+
+def _signature(entries: Sequence[Entry], rows: Sequence[Sequence[object]]) -> list[tuple[object, ...]]:
+    """Equal to another one if they are the same parameters, in the same state as far as the engine cares."""
+    return [(id(e.parameter), id(e.face), e.trained, e.name, *row) for e, *row in zip(entries, *rows, strict=True)]
 
 
 def _sparse_parameters(module: nn.Module) -> set[Tensor]:
