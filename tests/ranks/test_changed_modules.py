@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.utils import fusion, parametrizations, parametrize, prune
 
 import gradsync
@@ -404,3 +405,27 @@ def over_a_mesh(change: Change, rounds: int) -> None:
 @pytest.mark.parametrize("rounds", [0, 2])
 def test_over_a_mesh_it_is_refused(ranks: Ranks, rounds: int) -> None:
     ranks(over_a_mesh, 2, pruned, rounds)
+
+
+def in_low_precision(change: Change) -> None:
+    """The faces follow to where the parameters went."""
+    module, oracle = build(), build()
+    policy = MixedPrecisionPolicy(param_dtype=torch.float64)
+    replica: Any = gradsync.replicate(module, mp_policy=policy)
+    for step in range(3):
+        replica(batch(dist.get_rank())).square().mean().backward()
+        for part in range(2):
+            (oracle(batch(part)).square().mean() / 2).backward()
+        for (name, found), expected in zip(module.named_parameters(), oracle.parameters(), strict=True):
+            assert found.dtype is torch.float32
+            torch.testing.assert_close(found.grad, expected.grad, msg=f"gradient of {name}")
+        for one in (module, oracle):
+            one.zero_grad()
+            torch.manual_seed(5)
+            if step == 0:
+                change(one)
+
+
+@pytest.mark.parametrize("change", [pruned, weight_norm, symmetric, replaced, adapted, other_data])
+def test_with_a_precision_policy(ranks: Ranks, change: Change) -> None:
+    ranks(in_low_precision, 2, change)
