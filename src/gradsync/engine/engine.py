@@ -161,7 +161,8 @@ class Engine:
                     "gradsync.unreplicate(module), or replicate it over a process group instead."
                 )
             self.roster.faces.to_compute()
-        self.buffers.before_forward()
+        if not self.reducer.forked:  # a child evaluates with the buffers that the rank had
+            self.buffers.before_forward()
         if self.joining is not None:
             self.joining.forward_begins()
 
@@ -173,7 +174,8 @@ class Engine:
 
     def after_forward(self, output: object) -> None:
         """Puts a hook on the outputs: backward passes it first, in the outermost backward."""
-        self.buffers.after_forward()
+        if not self.reducer.forked:
+            self.buffers.after_forward()
         hooked = False
         if torch.is_grad_enabled() and not _torch.inside_transform():
             context = _torch.distributed_autograd_context()
@@ -332,6 +334,7 @@ class Engine:
 
     def verify(self, optimizer: Optimizer | None = None) -> None:
         """Compares all values over all ranks, now; all ranks call this together."""
+        self.reducer.check_process()
         tensors = self._compared()
         if self.options.buffers in ("round", "average"):
             tensors |= dict(self.buffers.named())

@@ -382,11 +382,24 @@ class Reducer:
         else:
             self._changes.append(change)
 
+    @property
+    def forked(self) -> bool:
+        """Whether this process is a child of the rank's."""
+        return os.getpid() != self._process
+
+    def check_process(self) -> None:
+        if self.forked:
+            raise ForkedError(
+                f"this process was forked from rank {self.rank}, which alone can take part in rounds. In a child (a "
+                "data loader's worker, for example) use the model without backward."
+            )
+
     def confirm(self, settings: str, described: str) -> None:
         """Before something changes that all ranks must change alike: they say so, in place of a round's first bucket.
 
         If some don't, because they know of no change, theirs is a bucket of a round, and all ranks raise.
         """
+        self.check_process()
         changed, self.settings = settings != self.settings, settings
         if self.plan is not None and (changed or self._changes or described):
             self._ask(Identity(self.serial, self._number, None, digest(f"{settings}\n{described}", 7)), described)
@@ -500,11 +513,7 @@ class Reducer:
     @torch.no_grad()
     def open_round(self, follows: bool = False) -> None:
         """`follows`: on a rank without data, which takes part in a round of the others."""
-        if os.getpid() != self._process:
-            raise ForkedError(
-                f"this process was forked from rank {self.rank}, which alone can take part in rounds. In a child (a "
-                "data loader's worker, for example) use the model without backward."
-            )
+        self.check_process()
         stepped = None if follows or self._number == 0 else self._stepped
         identity = Identity(self.serial, self._number, stepped, digest(self.settings, 7), follows)
         opened = self._round = Round(identity, time.perf_counter(), thread=threading.get_ident())
