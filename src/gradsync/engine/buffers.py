@@ -74,7 +74,7 @@ class Buffers:
 
     def changed(self) -> bool:
         """Whether there are other buffers, or in other forms, than all ranks had."""
-        if self._options.buffers == "never":
+        if self.options.buffers == "never":
             return False
         if self._structure.changed() or self._registered.changed():
             self._read()
@@ -91,7 +91,7 @@ class Buffers:
         `with_values`: parameters were changed too. New buffers beside them, as a mask for pruning, must then have the
         same values; those of new modules may have been written to by a forward, as statistics are.
         """
-        if self._options.buffers == "never":
+        if self.options.buffers == "never":
             return ""
         beside = {id(one) for submodule in self._agreed_on for one in submodule.buffers(recurse=False)}
         rows = []

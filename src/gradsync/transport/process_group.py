@@ -22,10 +22,10 @@ from gradsync.transport.base import Request, SparseWork, Work
 from gradsync.transport.label import UNLABELLED, Label
 from gradsync.transport.start_watch import StartWatch
 from gradsync.transport.store import exchange
+from gradsync.transport.waiting import PAUSE, finish
 
 # Tensors are broadcast in blocks of about this size: few collectives, little extra memory.
 BROADCAST_BYTES = 32 * 1024 * 1024
-PAUSE = 200e-6
 MANY = 256
 
 
@@ -129,7 +129,7 @@ class ProcessGroupTransport:
             return
         for block in _blocks(tensors):
             flat = torch.cat([bytes_of(tensor) for tensor in block])
-            self._finish(partial(_torch.broadcast, self._carrier, flat, source))
+            self._finish(partial(_torch.broadcast, self._carrier, flat, source), flat.is_cpu)
             if self.rank != source:
                 _unpack(flat, block)
 
@@ -148,7 +148,7 @@ class ProcessGroupTransport:
     def _gather(self, mine: Tensor) -> list[Tensor]:
         mine = mine.to(self._device())
         of_all = [torch.empty_like(mine) for _ in range(self.size)]
-        self._finish(partial(_torch.all_gather, self._carrier, of_all, mine))
+        self._finish(partial(_torch.all_gather, self._carrier, of_all, mine), mine.is_cpu)
         return of_all
 
     def agree(self, topic: str, text: str, limit: float | None = None) -> list[str]:
@@ -164,16 +164,15 @@ class ProcessGroupTransport:
         types = sorted(device.type for device in _torch.device_types(self.group))
         return torch.device("cpu" if "cpu" in types or not types else types[0])
 
-    def _finish(self, start: Callable[[], dist.Work]) -> None:
-        """Starts something and waits, meanwhile doing what ranks of this host wait for: they may be a step behind."""
+    def _finish(self, start: Callable[[], dist.Work], on_host: bool) -> None:
+        """Starts something and waits for it; while the replica is made, also for the news that a rank is lost."""
         try:
             work = start()
-            while (under_way.anything() or self._watch is not None) and not work.is_completed():
+            while self._watch is not None and not work.is_completed():
                 under_way.progress()
-                if self._watch is not None:
-                    self._watch.check()
+                self._watch.check()
                 time.sleep(PAUSE)
-            work.wait()
+            finish(work, on_host)
         except RuntimeError as error:
             if self._watch is not None and not isinstance(error, ReplicaLostError):
                 self._watch.explain()
@@ -205,7 +204,7 @@ class _InFlight(NamedTuple):
     pending: set[dist.Work]
 
     def wait(self) -> None:
-        self.work.wait()
+        finish(self.work, self.buffer.is_cpu)
         self.pending.discard(self.work)
 
     def done(self) -> bool:
@@ -245,7 +244,7 @@ class _SparseInFlight(NamedTuple):
 
     def result(self) -> Tensor:
         for work in self.works:
-            work.wait()
+            finish(work, self.values[0].is_cpu)
             self.pending.discard(work)
         # In rank order on every rank, so that the sums are bitwise the same everywhere.
         indices = torch.cat([i[:, :n] for i, n in zip(self.indices, self.counts, strict=True)], dim=1)
