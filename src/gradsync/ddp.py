@@ -175,13 +175,16 @@ class DistributedDataParallel(TorchPrivate, JoinableReplica, Replica, nn.Module,
         engine = self._engine
         with self._errors_noted():
             engine.before_forward()
-        if self.device_ids:
-            moved_inputs, moved_kwargs = self.to_kwargs(inputs, kwargs, self.device_ids[0])
-            inputs, kwargs = moved_inputs[0], moved_kwargs[0]
-        inputs, kwargs = engine.form.cast_inputs(inputs, kwargs)
         before, DistributedDataParallel._active_ddp_module = DistributedDataParallel._active_ddp_module, self
         try:
+            if self.device_ids:
+                moved_inputs, moved_kwargs = self.to_kwargs(inputs, kwargs, self.device_ids[0])
+                inputs, kwargs = moved_inputs[0], moved_kwargs[0]
+            inputs, kwargs = engine.form.cast_inputs(inputs, kwargs)
             output = self.module(*inputs, **kwargs)
+        except BaseException:
+            engine.end_forward()
+            raise
         finally:
             DistributedDataParallel._active_ddp_module = before
         engine.after_forward(output)

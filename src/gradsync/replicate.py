@@ -254,8 +254,12 @@ def register_forward_method(module: nn.Module, name: str) -> None:
 def _surrounded(engine: Engine, forward: Method, args: Any, kwargs: Any) -> Any:
     """A forward with what the engine does before and after it."""
     engine.before_forward()
-    args, kwargs = engine.prepare_inputs(args, kwargs)
-    output = engine.form.cast_outputs(forward(*args, **kwargs))
+    try:
+        args, kwargs = engine.prepare_inputs(args, kwargs)
+        output = engine.form.cast_outputs(forward(*args, **kwargs))
+    except BaseException:
+        engine.end_forward()
+        raise
     engine.after_forward(output)
     return output
 

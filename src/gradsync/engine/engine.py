@@ -146,12 +146,19 @@ class Engine:
         if self._superseded:  # by another wrapper of the same module; now it is our turn again
             self._claim()
             self.reducer.replace(self.roster.managed())
-        if _torch.current_graph_task() != _torch.NO_GRAPH_TASK:
-            return  # a recomputation inside backward
+        if _torch.current_graph_task() != _torch.NO_GRAPH_TASK:  # a recomputation inside backward
+            if self.roster.faces:
+                self._backward.enter()
+            self.roster.faces.begin_forward(recomputed=True)
+            return
         if not self._looked_for_optimizers:  # torch's way to have optimizers in backward comes after wrapping
             self._looked_for_optimizers = True
             self.reducer.stepper = self.reducer.stepper or TorchsInBackward.found_on(self.reducer.parameters)
         self.reducer.forward_begins()
+        if not self.reducer.forked:  # a child evaluates with the buffers that the rank had
+            self.buffers.before_forward()
+        if self.joining is not None:
+            self.joining.forward_begins()
         if self.roster.faces:
             self.roster.renew_faces()
             if self.form.mesh is not None and (names := self.roster.new_names()):
@@ -160,11 +167,7 @@ class Engine:
                     f"renamed: {', '.join(map(repr, names[:5]))}. Change the module before replicating it, after "
                     "gradsync.unreplicate(module), or replicate it over a process group instead."
                 )
-            self.roster.faces.to_compute()
-        if not self.reducer.forked:  # a child evaluates with the buffers that the rank had
-            self.buffers.before_forward()
-        if self.joining is not None:
-            self.joining.forward_begins()
+        self.roster.faces.begin_forward(recomputed=False)
 
     def prepare_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Inputs on the module's device, and in the dtype in which it computes."""
@@ -174,8 +177,21 @@ class Engine:
 
     def after_forward(self, output: object) -> None:
         """Puts a hook on the outputs: backward passes it first, in the outermost backward."""
-        if not self.reducer.forked:
-            self.buffers.after_forward()
+        hooked = False
+        try:
+            if not self.reducer.forked:
+                self.buffers.after_forward()
+            hooked = self._hook_outputs(output)
+        finally:
+            self.end_forward(hooked)
+
+    def end_forward(self, backward_follows: bool = False) -> None:
+        """The same for a forward that has raised."""
+        inside_backward = _torch.current_graph_task() != _torch.NO_GRAPH_TASK
+        self.roster.faces.end_forward(backward_follows or inside_backward)
+
+    def _hook_outputs(self, output: object) -> bool:
+        """Whether there is any that a backward may begin with."""
         hooked = False
         if torch.is_grad_enabled() and not _torch.inside_transform():
             context = _torch.distributed_autograd_context()
@@ -186,8 +202,7 @@ class Engine:
                 if tensor.requires_grad and not tensor.is_leaf:
                     tensor.register_hook(reached)
                     hooked = True
-        if self.roster.faces and not hooked and _torch.current_graph_task() == _torch.NO_GRAPH_TASK:
-            self.roster.faces.to_registered()  # no backward will follow
+        return hooked
 
     def _output_reached(self, gradient: Tensor) -> None:
         if self.roster.faces:
@@ -211,7 +226,7 @@ class Engine:
         """The outermost backward, with or without synchronisation, is over."""
         self._backward.forget()
         self.roster.faces.collect()
-        self.roster.faces.to_registered()
+        self.roster.faces.end_backward()
 
     # --- what the fronts offer -------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ To the rest of the engine a face looks like a parameter: it has a `.grad`.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -148,25 +149,70 @@ def _shares_memory(first: Tensor, second: Tensor) -> bool:
     return first.data_ptr() == second.data_ptr() and first.dtype is second.dtype
 
 
+class _Forwards(threading.local):
+    """The forwards of replicas that run in this thread, one inside the other."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.met: dict[Faces, bool] = {}
+        """Whose forwards ran inside the outermost one, and whether they go on computing after it."""
+
+
+_forwards = _Forwards()
+
+
 class Faces:
-    """All faces of one engine: which form of the parameters is in the module."""
+    """All faces of one engine: which form of the parameters is in the module.
+
+    It computes from the beginning of a forward to the end of its backward. Replicas may be nested: what computed in
+    an inner forward does so until the outermost one ends, for whoever is around it may use the parameters again.
+    """
 
     def __init__(self, faces: Sequence[Face]) -> None:
         self._faces = list(faces)
+        self._inside: list[Faces] = []  # those of replicas that computed in the latest forward of this one
         self.computing = False
+        self.after_backward = True
+        """Whether the end of a backward shows the registered parameters."""
 
     def __bool__(self) -> bool:
-        return bool(self._faces)
+        """Whether there are any, here or in replicas inside this one."""
+        return bool(self._faces or self._inside)
+
+    def begin_forward(self, recomputed: bool) -> None:
+        """`recomputed`: inside a backward, to whose graph values of before belong."""
+        _forwards.depth += 1
+        if not (recomputed and self.computing):
+            self.to_compute()
+
+    def end_forward(self, backward_follows: bool) -> None:
+        _forwards.depth -= 1
+        _forwards.met[self] = backward_follows and _forwards.met.get(self, True)
+        if _forwards.depth == 0:
+            met, _forwards.met = _forwards.met, {}
+            self._inside = [faces for faces in met if faces and faces is not self]
+            for faces, goes_on in met.items():
+                if not (goes_on and backward_follows):
+                    faces.to_registered()
+
+    def end_backward(self) -> None:
+        if not self.after_backward:
+            return
+        if _forwards.depth:  # it was started in a forward
+            _forwards.met[self] = False
+            return
+        for faces in (self, *self._inside):  # of which some may have had no part in it
+            faces.to_registered()
 
     def to_compute(self) -> None:
-        """Before forward: the module computes with the compute faces."""
+        """The module computes with the compute faces."""
         for face in self._faces:
             face.refresh()
             face.show(face.compute)
         self.computing = True
 
     def to_registered(self) -> None:
-        """After backward, or a forward without one: the module shows its registered parameters."""
+        """The module shows its registered parameters."""
         for face in self._faces:
             face.show(face.registered)
         self.computing = False
