@@ -17,10 +17,14 @@ from gradsync.replica import engine_of, is_replicated
 
 
 class Handle:
-    """What `unshard(async_op=True)` returns. There is nothing to wait for."""
+    """What `unshard(async_op=True)` returns."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
 
     def wait(self) -> None:
-        return
+        """The module shows what it computes with."""
+        self._engine.roster.faces.to_compute()
 
 
 class Setters:
@@ -99,19 +103,35 @@ class Setters:
             engine.roster.faces.to_registered()
 
     # --- shards, of which there are none ---------------------------------------------------------
+    # What torch unshards it also computes with, and what it reshards is what is registered: that much is left of it.
 
     def unshard(self, async_op: bool = False) -> Handle | None:
-        """Parameters are whole already."""
-        return Handle() if async_op else None
+        """Shows the parameters that compute, with a mesh or a precision policy; not of replicated submodules.
+
+        With `async_op=True` when the handle that it returns is waited for. A forward does so by itself.
+        """
+        assert isinstance(self, nn.Module)
+        handle = Handle(engine_of(self))
+        if async_op:
+            return handle
+        handle.wait()
+        return None
 
     def reshard(self) -> None:
-        """There is nothing to shard."""
+        """Shows the registered parameters, as after a backward; not of replicated submodules.
+
+        After a forward, for an optimizer that is built before the first backward. That works as ever.
+        """
+        for engine in self._engines(recurse=False):
+            engine.roster.faces.to_registered()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """There is nothing to shard."""
+        """Accepted: there is no memory to free. After a forward with a graph parameters compute until its backward."""
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """There is nothing to shard."""
+        """Whether the end of a backward shows the registered parameters; if not, `reshard()` does."""
+        for engine in self._engines(recurse):
+            engine.roster.faces.until_backward_ends = reshard_after_backward
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """There is nothing to gather."""

@@ -168,16 +168,21 @@ class Faces:
     an inner forward does so until the outermost one ends, for whoever is around it may use the parameters again.
     """
 
-    def __init__(self, faces: Sequence[Face]) -> None:
-        self._faces = list(faces)
+    def __init__(self) -> None:
+        self._faces: Sequence[Face] = ()
         self._inside: list[Faces] = []  # those of replicas that computed in the latest forward of this one
         self.computing = False
-        self.after_backward = True
-        """Whether the end of a backward shows the registered parameters."""
+        self.until_backward_ends = True
+        """Whether the end of a backward shows the registered parameters; if not, who asks for them."""
 
     def __bool__(self) -> bool:
         """Whether there are any, here or in replicas inside this one."""
         return bool(self._faces or self._inside)
+
+    def hold(self, faces: Sequence[Face]) -> None:
+        """From now on other ones, which are registered."""
+        self._faces = faces
+        self.to_registered()
 
     def begin_forward(self, recomputed: bool) -> None:
         """`recomputed`: inside a backward, to whose graph values of before belong."""
@@ -196,13 +201,14 @@ class Faces:
                     faces.to_registered()
 
     def end_backward(self) -> None:
-        if not self.after_backward:
+        if not self.until_backward_ends:
             return
         if _forwards.depth:  # it was started in a forward
             _forwards.met[self] = False
             return
         for faces in (self, *self._inside):  # of which some may have had no part in it
-            faces.to_registered()
+            if faces.until_backward_ends:
+                faces.to_registered()
 
     def to_compute(self) -> None:
         """The module computes with the compute faces."""

@@ -73,7 +73,7 @@ class Roster:
         self._ignored = LeftOut(modules, ignored)
         self._form = form or Form()
         self._known: dict[nn.Parameter, Face | None] = {}
-        self.faces = Faces(())
+        self.faces = Faces()
         self._read()
         self.agreed()
 
@@ -94,8 +94,7 @@ class Roster:
                         sites.setdefault(parameter, []).append((submodule._parameters, key))
         self.entries = [self._enter(n, p, sites[p]) for n, p in self.not_ignored()]
         self._known = {entry.parameter: entry.face for entry in self.entries}
-        self.faces = Faces([entry.face for entry in self.entries if entry.face is not None])
-        self.faces.to_registered()
+        self.faces.hold([entry.face for entry in self.entries if entry.face is not None])
         self._sparse = {weight for module in self._modules for weight in _sparse_parameters(module)}
         self._parameters = [entry.parameter for entry in self.entries]
         self._rows = self._compared()

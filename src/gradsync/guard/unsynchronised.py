@@ -244,9 +244,10 @@ def _check_registered(optimizer: Optimizer, reducer: Rounds) -> None:
         for parameter in group["params"]:
             if name := reducer.hidden.get(id(parameter)):
                 raise UnsynchronizedStepError(
-                    f"rank {reducer.rank}: this {type(optimizer).__name__} was built before the module was replicated "
-                    f"over a mesh and holds the tensor that '{name}' computes with, not the registered DTensor. Build "
-                    "the optimizer after gradsync.replicate(module, mesh=...)."
+                    f"rank {reducer.rank}: this {type(optimizer).__name__} holds the tensor that '{name}' computes "
+                    "with, not the registered parameter: it was built before the module was replicated, or between a "
+                    "forward and the end of its backward. Build the optimizer after gradsync.replicate(module, ...), "
+                    "and not there, or call module.reshard() first."
                 )
 
 
