@@ -6,6 +6,7 @@ import contextlib
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import lru_cache
 from typing import Any
@@ -102,6 +103,11 @@ def inside_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def outside_of_transforms() -> AbstractContextManager[Any]:
+    """Inside, what is done is not part of any transform of `torch.func` that runs in this thread (2.13)."""
+    return torch._C._DisableFuncTorch() if inside_transform() else nullcontext()
+
+
 def other_hooks_follow(parameter: Tensor) -> bool:
     """Whether somebody else has a post-accumulate-grad hook on `parameter` besides our one."""
     hooks = parameter._post_accumulate_grad_hooks
@@ -137,6 +143,15 @@ def in_form_of(parameter: Tensor, gradient: Tensor) -> Tensor:
     mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
     shape, stride = parameter.shape, parameter.stride()
     return DTensor.from_local(gradient, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def in_form_to_compute(tensor: Tensor, compute: Tensor) -> Tensor:
+    """A tensor in dtype and layout of one that computes, by operations that have a gradient; itself if it is so."""
+    if is_dtensor(tensor) and not (is_dtensor(compute) and compute.device_mesh == tensor.device_mesh):  # type: ignore[attr-defined]
+        tensor = tensor.to_local()  # type: ignore[attr-defined]
+        if is_dtensor(compute):
+            tensor = in_form_of(compute, tensor)
+    return tensor.to(compute.device, compute.dtype) if tensor.is_floating_point() else tensor
 
 
 def joined_mesh(first: DeviceMesh, second: DeviceMesh, name: str) -> DeviceMesh:

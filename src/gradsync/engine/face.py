@@ -30,11 +30,12 @@ class Face:
     compute: nn.Parameter
     sites: Sequence[Site]
     reduce_dtype: torch.dtype
-    shown: nn.Parameter  # what is in the module
     _accumulated: Tensor | None = None  # of backwards without synchronisation, in `reduce_dtype`
     _given: tuple[Tensor, Tensor] | None = None  # a local gradient, and the registered form it was given
 
     def __post_init__(self) -> None:
+        # Converted forms of what stands in for the parameter, and where: owner, key, what was there, what is now.
+        self._converted: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter, Tensor]] = []
         inner = _torch.local(self.registered)
         self._made_for = inner.dtype, inner.device, inner.shape, _shares_memory(inner, _torch.local(self.compute))
 
@@ -44,22 +45,47 @@ class Face:
         shares = _shares_memory(inner, _torch.local(self.compute))
         return self._made_for != (inner.dtype, inner.device, inner.shape, shares)
 
-    def show(self, parameter: nn.Parameter) -> None:
-        """Puts one of the two forms into the module, where nobody has put anything else since."""
+    def register(self) -> None:
+        """Puts the registered form into the module, whatever it was made from."""
         for owner, key in self.sites:
-            if key in owner and owner[key] is self.shown:
-                owner[key] = parameter
-        self.shown = parameter
+            owner[key] = self.registered
+
+    def show_compute(self) -> None:
+        """Puts the compute face into the module; where something else stands in, that in the form in which we compute.
+
+        `torch.func.functional_call` puts tensors there for the time of a forward.
+        """
+        for owner, key in self.sites:
+            there = owner.get(key)
+            if there is self.registered:
+                owner[key] = self.compute
+            elif there is not None and there is not self.compute:
+                converted = _torch.in_form_to_compute(there, self.compute)
+                if converted is not there:
+                    owner[key] = converted  # type: ignore[assignment]
+                    self._converted.append((owner, key, there, converted))
+
+    def show_registered(self) -> None:
+        """Puts back what was there."""
+        for owner, key, there, converted in self._converted:
+            if owner.get(key) is converted:
+                owner[key] = there
+        self._converted.clear()
+        for owner, key in self.sites:
+            if owner.get(key) is self.compute:
+                owner[key] = self.registered
 
     def refresh(self) -> None:
         """Brings the compute face up to date with the registered parameter's values."""
         if self.compute.requires_grad is not self.registered.requires_grad:
-            self.compute.requires_grad_(self.registered.requires_grad)
+            self.compute.requires_grad = self.registered.requires_grad  # inside a transform the method is refused
         registered, compute = _torch.local(self.registered), _torch.local(self.compute)
         if not _shares_memory(registered, compute):
             # Every time: no version counter tells of all the ways to change a parameter. Through `.data`: the
-            # graph of an earlier forward, whose values are the same, does not take it for a mistake.
-            compute.data.copy_(registered.detach())
+            # graph of an earlier forward, whose values are the same, does not take it for a mistake. A transform
+            # of `torch.func` would not have what it did not make changed.
+            with _torch.outside_of_transforms():
+                compute.data.copy_(registered.detach())
 
     # --- gradients, as if this were a parameter --------------------------------------------------
 
@@ -214,13 +240,13 @@ class Faces:
         """The module computes with the compute faces."""
         for face in self._faces:
             face.refresh()
-            face.show(face.compute)
-        self.computing = True
+            face.show_compute()
+        self.computing = bool(self._faces)
 
     def to_registered(self) -> None:
         """The module shows its registered parameters."""
         for face in self._faces:
-            face.show(face.registered)
+            face.show_registered()
         self.computing = False
 
     def zero_grad(self, set_to_none: bool) -> None:

@@ -92,7 +92,7 @@ class Roster:
                 for key, parameter in submodule._parameters.items():
                     if parameter is not None:
                         sites.setdefault(parameter, []).append((submodule._parameters, key))
-        self.entries = [self._enter(n, p, sites[p]) for n, p in self.not_ignored()]
+        self.entries = [self._enter(n, p, sites[p]) for n, p in list(self.not_ignored())]
         self._known = {entry.parameter: entry.face for entry in self.entries}
         self.faces.hold([entry.face for entry in self.entries if entry.face is not None])
         self._sparse = {weight for module in self._modules for weight in _sparse_parameters(module)}
@@ -109,7 +109,9 @@ class Roster:
         face = self._known.get(parameter)
         if face is None or face.outdated():
             face = self._form.face(name, parameter, sites)
-        elif face is not None:
+            if face is not None:
+                face.register()
+        else:
             face.sites = sites
         registered = parameter if face is None else face.registered
         return Entry(name, registered, face, registered.requires_grad)
