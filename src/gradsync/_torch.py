@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import lru_cache
@@ -125,13 +125,21 @@ def local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
-def local_gradient(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """This rank's part of a gradient, laid out over the mesh as its parameter is."""
+def local_gradient(gradient: Tensor, parameter: Tensor, apart: Sequence[str] = ()) -> Tensor:
+    """This rank's part of a gradient, laid out over the mesh as its parameter is.
+
+    Over the dimensions `apart` it is what this rank contributes to it, or all of it.
+    """
     if not is_dtensor(gradient):
         return gradient
-    if gradient.placements != parameter.placements:  # type: ignore[attr-defined]
-        gradient = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
-    return gradient.to_local()  # type: ignore[attr-defined, no-any-return]
+    placements = list(parameter.placements)  # type: ignore[attr-defined]
+    for name in apart:
+        at = parameter.device_mesh.mesh_dim_names.index(name)  # type: ignore[attr-defined]
+        if gradient.placements[at].is_partial():  # type: ignore[attr-defined]
+            placements[at] = gradient.placements[at]  # type: ignore[attr-defined]
+    if list(gradient.placements) != placements:  # type: ignore[attr-defined]
+        gradient = gradient.redistribute(placements=placements)  # type: ignore[attr-defined]
+    return local(gradient)
 
 
 def in_form_of(parameter: Tensor, gradient: Tensor) -> Tensor:

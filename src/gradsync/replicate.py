@@ -170,7 +170,8 @@ def replicate(
 
     - `mesh`: a 1-D mesh instead of a group. Registered parameters become DTensors over it;
       forward and backward use plain local tensors. With `dp_mesh_dims` a larger mesh of which
-      the named dimensions are replicated. `device_mesh`: only its group; parameters stay what they are.
+      the named dimensions are replicated: parameters and inputs are DTensors over all of it.
+      `device_mesh`: only its group; parameters stay what they are.
     - `ignored_modules`, `ignored_params`: left out. So are submodules that are replicated already
       (they have their own engine), and those under `fully_shard`.
     - `mp_policy`, `offload_policy`: torch's `MixedPrecisionPolicy` and `CPUOffloadPolicy`.
@@ -189,7 +190,7 @@ def replicate(
     form = _form(mp_policy, offload_policy, device)
     group, over = _where(modules, mesh, process_group, device_mesh, dp_mesh_dims)
     checked.check_ranks(group.size())
-    form = dataclasses.replace(form, mesh=over)
+    form = dataclasses.replace(form, mesh=over, whole_mesh=None if dp_mesh_dims is None else mesh)
     if form.mesh is not None:
         for one in modules:
             for name, parameter in one.named_parameters():
@@ -253,7 +254,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
 
 def _surrounded(engine: Engine, forward: Method, args: Any, kwargs: Any) -> Any:
     """A forward with what the engine does before and after it."""
-    engine.before_forward()
+    engine.before_forward((args, kwargs))
     try:
         args, kwargs = engine.prepare_inputs(args, kwargs)
         output = engine.form.cast_outputs(forward(*args, **kwargs))

@@ -127,6 +127,18 @@ def converted() -> None:
         assert parameter.dtype is torch.float64
         assert isinstance(parameter.grad, DTensor)
         assert parameter.grad.to_local().dtype is torch.float64
+    oracle = copy.deepcopy(build().float()).double()
+    optimizer = torch.optim.SGD(replica.parameters(), lr=0.1, momentum=0.9)
+    optimizer.zero_grad()
+    check_training(replica, oracle, [0, 1], dist.get_rank(), optimizer)
+    with replica.no_sync():  # type: ignore[operator]
+        replica.float()(batch(0, dist.get_rank()).float()).square().mean().backward()
+    replica(batch(1, dist.get_rank()).float()).square().mean().backward()
+    oracle.float().zero_grad()
+    for part in range(2):
+        sum(oracle(batch(micro, part).float()).square().mean() / 2 for micro in range(2)).backward()
+    for found, wanted in zip(replica.parameters(), oracle.parameters(), strict=True):
+        torch.testing.assert_close(full(found.grad), wanted.grad)
 
 
 def test_converted_afterwards(ranks: Ranks) -> None:

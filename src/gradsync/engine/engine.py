@@ -142,7 +142,7 @@ class Engine:
 
     # --- a step, as the fronts drive it ----------------------------------------------------------
 
-    def before_forward(self) -> None:
+    def before_forward(self, inputs: object = ()) -> None:
         if self._superseded:  # by another wrapper of the same module; now it is our turn again
             self._claim()
             self.reducer.replace(self.roster.managed())
@@ -160,13 +160,16 @@ class Engine:
         if self.joining is not None:
             self.joining.forward_begins()
         if self.roster.faces:
-            self.roster.renew_faces()
+            renewed = self.roster.renew_faces(inputs)
             if self.form.mesh is not None and (names := self.roster.new_names()):
                 raise RosterChangedError(
                     f"rank {self.transport.rank}: parameters of a module that is replicated over a mesh were added or "
                     f"renamed: {', '.join(map(repr, names[:5]))}. Change the module before replicating it, after "
                     "gradsync.unreplicate(module), or replicate it over a process group instead."
                 )
+            if renewed and self.reducer.plan is None:
+                self._claim()
+                self.reducer.replace(self.roster.managed())  # later only when all ranks say so
         self.roster.faces.begin_forward(recomputed=False)
 
     def prepare_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:

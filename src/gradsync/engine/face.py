@@ -30,6 +30,8 @@ class Face:
     compute: nn.Parameter
     sites: Sequence[Site]
     reduce_dtype: torch.dtype
+    apart: Sequence[str] = ()
+    """Dimensions of the mesh of a computing DTensor over which its gradient is reduced by us, not by DTensor."""
     _accumulated: Tensor | None = None  # of backwards without synchronisation, in `reduce_dtype`
     _given: tuple[Tensor, Tensor] | None = None  # a local gradient, and the registered form it was given
 
@@ -148,7 +150,7 @@ class Face:
         fresh, self.compute.grad = self.compute.grad, None
         if fresh is None:
             return self._accumulated
-        local = _torch.local_gradient(fresh, self.compute)
+        local = _torch.local_gradient(fresh, self.compute, self.apart)
         if self._accumulated is None:
             return local.to(self.reduce_dtype)
         return self._accumulated.add_(local)

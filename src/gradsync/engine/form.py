@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from gradsync import _torch
 from gradsync.engine.face import Face, Site
+from gradsync.engine.outputs import tensors_in
 from gradsync.errors import InvalidOptionError
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ class Form:
     """What a front was asked for. Nothing of it: parameters stay what they are, and have no faces."""
 
     mesh: DeviceMesh | None = None  # over which parameters are registered as DTensors
+    whole_mesh: DeviceMesh | None = None  # of which that is a part, if inputs are DTensors over all of it
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
@@ -34,9 +36,25 @@ class Form:
         names = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
         return {"mesh": mesh} | {name: repr(getattr(self, name)) for name in names}
 
-    def face(self, name: str, parameter: nn.Parameter, sites: Sequence[Site]) -> Face | None:
-        """The face of one parameter, made at the first sight of it; None if it needs none."""
-        if self.mesh is not None:
+    def takes_mesh(self, inputs: Any) -> bool:
+        """Whether parameters have to compute as DTensors over the whole mesh, as inputs are.
+
+        With other dimensions than replicated ones always. Without, plain inputs, a part of the batch each, do too.
+        """
+        if self.whole_mesh is None or self.mesh is None:
+            return False
+        return self.whole_mesh.ndim > self.mesh.ndim or any(_torch.is_dtensor(tensor) for tensor in tensors_in(inputs))
+
+    def face(self, name: str, parameter: nn.Parameter, sites: Sequence[Site], as_registered: bool) -> Face | None:
+        """The face of one parameter, made at the first sight of it; None if it needs none.
+
+        `as_registered`: a DTensor over the whole mesh computes as such.
+        """
+        apart: tuple[str, ...] = ()
+        if self.mesh is not None and as_registered and _torch.is_dtensor(parameter):
+            registered, computing = parameter, nn.Parameter(parameter.detach(), parameter.requires_grad)
+            apart = self.mesh.mesh_dim_names or ()
+        elif self.mesh is not None:
             registered, computing = _on_mesh(name, parameter, self.mesh)
         elif _torch.is_dtensor(parameter):  # computes as it is, but its gradient is taken apart
             registered, computing = parameter, nn.Parameter(parameter.detach(), parameter.requires_grad)
@@ -48,7 +66,7 @@ class Form:
             device = self.compute_device or _torch.local(computing).device
             copied = computing.detach().to(device=device, dtype=self._compute_dtype(computing))
             computing = nn.Parameter(copied, computing.requires_grad)
-        return Face(registered, computing, sites, self._reduced_dtype(registered), parameter)
+        return Face(registered, computing, sites, self._reduced_dtype(registered), apart)
 
     def cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Floating inputs in the dtype in which the parameters compute."""

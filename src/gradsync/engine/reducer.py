@@ -345,6 +345,7 @@ class Reducer:
         for index, one in enumerate(managed):
             # (One that was frozen in between has what an earlier round left.)
             seen = id(one.parameter) in dirty or not self._was_managed(one.parameter)
+            seen = seen or (one.computing is not one.parameter and one.computing.grad is not None)
             if seen and one.slot.grad is not None:
                 self.dirty.add(index)
         self._remember()

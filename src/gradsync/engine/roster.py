@@ -73,6 +73,7 @@ class Roster:
         self._ignored = LeftOut(modules, ignored)
         self._form = form or Form()
         self._known: dict[nn.Parameter, Face | None] = {}
+        self._over_mesh = self._form.takes_mesh(())
         self.faces = Faces()
         self._read()
         self.agreed()
@@ -108,7 +109,7 @@ class Roster:
         """An entry, with the face it had as long as that fits, else a new one."""
         face = self._known.get(parameter)
         if face is None or face.outdated():
-            face = self._form.face(name, parameter, sites)
+            face = self._form.face(name, parameter, sites, self._over_mesh)
             if face is not None:
                 face.register()
         else:
@@ -170,14 +171,25 @@ class Roster:
             or (not self.faces.computing and self._registered.changed(doubt))
         )
 
-    def renew_faces(self) -> None:
-        """Before forward: parameters that were converted need other faces at once, not only in backward."""
-        if self.faces.computing:
-            return
+    def renew_faces(self, inputs: object) -> bool:
+        """Before forward: parameters that were converted need other faces at once, not only in backward.
+
+        So do those whose inputs are of another kind than before. Whether that was so.
+        """
+        over_mesh = self._form.takes_mesh(inputs)
+        if over_mesh is not self._over_mesh:
+            self._over_mesh = over_mesh
+            self.faces.to_registered()
+            self._known.clear()
+        elif self.faces.computing or not self._moved():
+            return False
+        self._read()
+        self.unsettled = True
+        return True
+
+    def _moved(self) -> bool:
         moved = self._structure.changed(False) or self._registered.changed(False)
-        if moved or any(entry.face is not None and entry.face.outdated() for entry in self.entries):
-            self._read()
-            self.unsettled = True
+        return moved or any(entry.face is not None and entry.face.outdated() for entry in self.entries)
 
     def new_names(self) -> list[str]:
         """Names under which the ranks have agreed on nothing yet."""
