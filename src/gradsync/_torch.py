@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.utils.dlpack
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, PrefixStore
 from torch._C._distributed_c10d import Store as Store
@@ -202,8 +203,28 @@ def cat_into(flat: Tensor, tensors: list[Tensor]) -> bool:
 
 def holders(tensor: Tensor) -> int:
     """How many tensors have the same memory, and one more, which is asked here; 0 if torch does not count."""
+    return count_holders([storage_of(tensor)])[0]
+
+
+def of_its_own(flat: Tensor) -> Tensor:
+    """A tensor over the same memory that does not tell of what lies beside it: no view, with a storage of its own.
+
+    Only on the CPU (2.13: through DLPack). On a GPU such a storage could not be sent to other processes.
+    """
+    with torch.inference_mode(False):
+        return torch.utils.dlpack.from_dlpack(flat) if flat.device.type == "cpu" else flat.data
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Names the tensor's storage for `count_holders`, as long as the tensor has it."""
+    named: int = tensor.untyped_storage()._cdata
+    return named
+
+
+def count_holders(storages: list[int]) -> list[int]:
+    """How many tensors have each of these storages, and perhaps one more; 0 if torch does not count."""
     count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
-    return 0 if count is None else count(tensor.untyped_storage()._cdata)
+    return [0] * len(storages) if count is None else list(map(count, storages))
 
 
 @lru_cache(maxsize=1)

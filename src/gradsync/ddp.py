@@ -40,6 +40,8 @@ class DistributedDataParallel(TorchPrivate, JoinableReplica, Replica, nn.Module,
 
     - `find_unused_parameters`: left out, parameters may be used or not, on any rank, in any round.
       `False` given explicitly keeps torch's strictness: an unused parameter is an error.
+    - `gradient_as_bucket_view`: left out, gradients lie in their buckets, and show it nowhere: each is a
+      tensor with a storage of its own. `False` given explicitly copies them to other memory.
     - `static_graph`, `batched_grad_copy`, `skip_all_reduce_unused_params`: accepted; the engine
       learns the graph and copies in batches anyway.
 
@@ -63,7 +65,7 @@ class DistributedDataParallel(TorchPrivate, JoinableReplica, Replica, nn.Module,
         bucket_cap_mb: float | None = None,
         find_unused_parameters: bool | None = None,
         check_reduction: bool = False,
-        gradient_as_bucket_view: bool = False,
+        gradient_as_bucket_view: bool | None = None,
         static_graph: bool = False,
         delay_all_reduce_named_params: Iterable[tuple[str, nn.Parameter]] | None = None,
         param_to_hook_all_reduce: nn.Parameter | None = None,
@@ -111,7 +113,7 @@ class DistributedDataParallel(TorchPrivate, JoinableReplica, Replica, nn.Module,
         self.dim = arguments.integer("dim", dim)
         self.require_forward_param_sync = True
         self.find_unused_parameters = bool(find_unused_parameters)
-        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.gradient_as_bucket_view = bool(gradient_as_bucket_view)
         self.batched_grad_copy = arguments.flag("batched_grad_copy", batched_grad_copy)
         self.skip_all_reduce_unused_params = arguments.flag(
             "skip_all_reduce_unused_params", skip_all_reduce_unused_params
@@ -121,7 +123,7 @@ class DistributedDataParallel(TorchPrivate, JoinableReplica, Replica, nn.Module,
         options = Options(
             bucket_cap_mb=bucket_cap_mb,
             bucket_cap_mb_list=bucket_cap_mb_list,  # type: ignore[arg-type]  # made a tuple there
-            gradient_as_bucket_view=gradient_as_bucket_view,
+            gradient_as_bucket_view=True if gradient_as_bucket_view is None else gradient_as_bucket_view,
             buffers=("round" if forward_sync else "never") if buffers is None else buffers,
             buffers_from=buffers_from,
             reduce=reduce,

@@ -1,8 +1,10 @@
 """The same cases on torch's own DistributedDataParallel, where it supports them."""
 
 import pytest
+from torch import nn
 
 from tests.ranks.cases import CASES
+from tests.ranks.uses import USES, check_use
 from tests.support.equality import check_case
 from tests.support.ranks import Ranks
 
@@ -21,3 +23,14 @@ def test_torchs_own_class_agrees_with_the_oracle(ranks: Ranks, size: int) -> Non
     """Ours agrees with the same oracle, to the same tolerance, in tests/ranks: so both agree."""
     assert len(SUPPORTED) > 15
     ranks(body, size, SUPPORTED, limit=60)
+
+
+def used(names: list[str]) -> None:
+    for name in names:
+        check_use(name, nn.parallel.DistributedDataParallel)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+def test_torchs_own_class_allows_all_uses_of_gradients(ranks: Ranks) -> None:
+    """With its defaults: so code may rely on them."""
+    ranks(used, 2, list(USES), limit=60)

@@ -9,6 +9,7 @@ from tests.support.ranks import Ranks
 
 def body(name: str) -> None:
     check_case(CASES[name], transports=["shared_memory", "process_group"])
+    check_case(CASES[name], fronts=["copies"], transports=["shared_memory"])
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -131,7 +131,7 @@ def converted() -> None:
     optimizer = torch.optim.SGD(replica.parameters(), lr=0.1, momentum=0.9)
     optimizer.zero_grad()
     check_training(replica, oracle, [0, 1], dist.get_rank(), optimizer)
-    with replica.no_sync():  # type: ignore[operator]
+    with replica.no_sync():
         replica.float()(batch(0, dist.get_rank()).float()).square().mean().backward()
     replica(batch(1, dist.get_rank()).float()).square().mean().backward()
     oracle.float().zero_grad()

@@ -85,6 +85,11 @@ def ddp_front(case: Case, module: nn.Module, transport: str) -> Callable[..., An
     return gradsync.DistributedDataParallel(module, **_options(case, transport))
 
 
+def copies_front(case: Case, module: nn.Module, transport: str) -> Callable[..., Any]:
+    options = {**_options(case, transport), "gradient_as_bucket_view": False}
+    return gradsync.DistributedDataParallel(module, **options)
+
+
 def _options(case: Case, transport: str) -> dict[str, Any]:
     return {"bucket_cap_mb": TINY_BUCKETS, "transport": transport, **case.options}
 
@@ -93,7 +98,7 @@ def torch_front(case: Case, module: nn.Module, transport: str) -> Callable[..., 
     return nn.parallel.DistributedDataParallel(module, bucket_cap_mb=TINY_BUCKETS, **(case.torch or {}))
 
 
-FRONTS = {"replicate": replicate_front, "ddp": ddp_front, "torch": torch_front}
+FRONTS = {"replicate": replicate_front, "ddp": ddp_front, "copies": copies_front, "torch": torch_front}
 
 
 def check_case(case: Case, fronts: Iterable[str] = ("replicate", "ddp"), transports: Iterable[str] = ("auto",)) -> None:

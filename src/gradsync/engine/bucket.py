@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from operator import is_
+from operator import attrgetter, is_, le
 
 import torch
 from torch import Tensor
@@ -26,6 +26,8 @@ from gradsync.transport.base import Request, Transport
 
 # References to something in a list while `map` looks at it: two, the list's and the call's.
 _OURS = next(map(sys.getrefcount, [object()]))
+_data_ptr = Tensor.data_ptr
+_requires_grad = attrgetter("requires_grad")
 # A gradient of so many bytes is brought into its bucket at once, so that it exists once, not twice.
 LARGE = 256 * 1024
 
@@ -39,33 +41,70 @@ class Bucket:
         self.data = self.buffer[: plan.numel]
         self.tail = self.buffer[plan.numel :]
         self._specs = specs
+        # What `.grad` becomes must not tell that it lies in a bucket: code may save it, share it, change it in place.
+        # Each view has a storage of its own, which a flat tensor over the same memory keeps.
+        self._flats = [self._flat(at) for at in range(len(plan.places))]
+        self._addresses = [flat.data_ptr() for flat in self._flats]
         self.views = [self._view(at) for at in range(len(plan.places))]
         self.indices = [place.index for place in plan.places]
         self.members = set(self.indices)
         self.all_used = [True] * len(self.indices)
         self.none_held: list[Tensor | None] = [None] * len(self.indices)
         self._runs = list(self._find_runs(specs))
-        self._holders = _torch.holders(self.buffer)
+        self._storages = self._list_storages()
+        self._holders = _torch.count_holders(self._storages)
+
+    def _list_storages(self) -> list[int]:
+        return [_torch.storage_of(tensor) for tensor in (self.buffer, *self._flats)]
+
+    def take_back(self) -> None:
+        """Before a round: views that somebody has made something else of are theirs, and there are others instead.
+
+        By `grad.data = ...`, `grad.set_(...)`, `grad.share_memory_()` or `grad.requires_grad_()`, for example.
+        """
+        addresses = list(map(_data_ptr, self.views))
+        if addresses == self._addresses and not any(map(_requires_grad, self.views)):
+            return
+        for at, view in enumerate(self.views):
+            if addresses[at] == self._addresses[at] and not view.requires_grad:
+                continue
+            if self._flats[at].data_ptr() != self._addresses[at]:  # the whole storage has moved
+                self._flats[at] = self._flat(at)
+            elif addresses[at] == self._addresses[at]:
+                view.data = view.detach().clone()
+            self.views[at] = self._view(at)
+        self._storages = self._list_storages()
 
     def let_go(self, gradients: Sequence[Tensor | None]) -> bool:
         """Before a round writes here: makes sure that nobody else has the memory, as who keeps a gradient may.
 
-        `gradients`: a list of what `.grad` is now, of all parameters. Who holds one of the views themselves gets memory
-        of its own. Whoever has another tensor over the memory can't be found: then this is False.
+        `gradients`: a list of what `.grad` is now, of all parameters. What still is one is written to: that is what
+        adding to it means. Who holds one of the other views gets memory of its own. Whoever has another tensor over
+        such memory can't be found: then this is False.
         """
         counts = list(map(sys.getrefcount, self.views))
         if max(counts, default=0) > _OURS:
             for at, index in enumerate(self.indices):
                 view = self.views[at]
-                # More if it is a parameter's `.grad`, and so in the list that was given.
-                if counts[at] > _OURS + (gradients[index] is view) * (1 + _torch.references_as_grad()):
+                if counts[at] > _OURS and gradients[index] is not view:
                     view.data = view.detach().clone()
                     self.views[at] = self._view(at)
-        return _torch.holders(self.buffer) <= self._holders
+        holders = _torch.count_holders(self._storages)
+        if all(map(le, holders, self._holders)):
+            return True
+        of_views = zip(holders[1:], self._holders[1:], self.views, self.indices, strict=True)
+        return holders[0] <= self._holders[0] and all(
+            found <= usual or gradients[index] is view for found, usual, view, index in of_views
+        )
+
+    def _flat(self, at: int) -> Tensor:
+        place = self.plan.places[at]
+        return _torch.of_its_own(self.data[place.offset : place.offset + place.numel])
 
     def _view(self, at: int) -> Tensor:
-        place, spec = self.plan.places[at], self._specs[self.plan.places[at].index]
-        return self.data.as_strided(spec.shape, spec.stride, self.data.storage_offset() + place.offset)
+        flat, spec = self._flats[at], self._specs[self.plan.places[at].index]
+        # `.data`: a version of its own, so that a graph which uses one gradient need not mind what becomes of others.
+        return flat.as_strided(spec.shape, spec.stride, flat.storage_offset()).data
 
     def _find_runs(self, specs: Sequence[Spec]) -> Iterator[tuple[int, int, Tensor]]:
         """Stretches of places that one call can fill: contiguous ones of at least one dimension, none of them large."""

@@ -256,7 +256,8 @@ class Delivery:
             elif as_view:
                 slot.grad = view
             else:
-                targets.append(torch.empty_like(view) if held is None or held is view else held.detach())
+                target = torch.empty_like(view) if held is None or held is view else held
+                targets.append(target.detach() if target.requires_grad else target)
                 sources.append(view)
                 keepers.append(slot)
         fill(targets, sources)

@@ -61,6 +61,8 @@ class Gradients:
 
     def before_round(self, buckets: Sequence[Bucket], dirty: Set[int]) -> tuple[set[int], list[int]]:
         """Parameters whose `.grad` is the user's own, and buckets of which somebody else may have a part."""
+        for bucket in buckets:
+            bucket.take_back()
         found = self._read()
         own = self._find_own(found, dirty) if any(gradient is not None for gradient in found) else set[int]()
         return own, [number for number, bucket in enumerate(buckets) if not self._let_go(bucket, found)]
