@@ -85,13 +85,14 @@ def verdicts(races: list[Race]) -> list[tuple[float | None, bool | None]]:
 
 
 def test_targets_of_two_ranks() -> None:
-    races = [race("gpt", 0.8, mpi_1=1.0), race("embedding", 1.8, mpi_1=1.0)]
+    races = [race("gpt", 0.8, mpi_1=1.0, wrapper=0.8), race("embedding", 1.8, mpi_1=1.0, wrapper=1.89)]
     assert verdicts(races) == [
         (0.75, True),  # to torch's best: 0.8 / 1.6 and 1.8 / 1.6
         (1.125, False),  # the worst of them
         (1.125, False),  # embedding
         (1.2, False),  # to no communication
         (1.8, False),  # to MPI
+        (1.05, False),  # the wrapper to replicate: 1.89 / 1.8
     ]
 
 
@@ -100,7 +101,7 @@ def test_four_ranks_have_a_target_of_their_own() -> None:
 
 
 def test_what_was_not_measured_is_neither_met_nor_missed() -> None:
-    assert verdicts([race("gpt", 0.8)])[2:] == [(None, None), (0.8, True), (None, None)]
+    assert verdicts([race("gpt", 0.8)])[2:] == [(None, None), (0.8, True), (None, None), (None, None)]
 
 
 def test_a_transport_that_is_missing_on_one_model_is_not_judged() -> None:

@@ -98,6 +98,16 @@ def test_a_quick_run(tmp_path: Path) -> None:
     assert 0.2 < ratios["low"] <= ratios["median"] <= ratios["high"] < 50
 
 
+def test_both_fronts_beside_each_other(tmp_path: Path) -> None:
+    options = {"--ranks": "2", "--models": "small", "--contenders": "shared_memory,wrapper", "--repetitions": "1"}
+    output, result = run(tmp_path, *(word for pair in options.items() for word in pair))
+    (race,) = result["races"]
+    assert set(race["figures"]) == {"plain", "torch", "shared_memory", "wrapper"}, (race["absent"], race["wrong"])
+    _, _, table = output.partition("2 ranks: time of a step, to gradsync.replicate")
+    assert re.search(r"gradsync DDP, defaults +\d+\.\d\d ±", table)
+    assert re.search(r"gradsync DDP to replicate, worst model +\d+\.\d\d +≤ 1.03", table)
+
+
 @pytest.mark.skipif(mpi_ranks.missing() is not None, reason=str(mpi_ranks.missing()))
 def test_mpi_comes_to_the_same_gradients(tmp_path: Path) -> None:
     options = {"--ranks": "2", "--models": "conv", "--contenders": "mpi_4,mpi_blocking", "--repetitions": "1"}

@@ -89,7 +89,8 @@ def _gradsync(module: nn.Module, **options: Any) -> Prepared:
 
 
 def _wrapper(module: nn.Module) -> Prepared:
-    return Prepared(gradsync.DistributedDataParallel(module, gradient_as_bucket_view=True))
+    """As who changes one line has it: with torch's defaults."""
+    return Prepared(gradsync.DistributedDataParallel(module))
 
 
 def _mpi(module: nn.Module, *, bucket_mb: int, blocking: bool = False) -> Prepared:
@@ -117,7 +118,7 @@ MPI = (
     Contender("mpi_blocking", "MPI Allreduce, 1 MB", "mpi", partial(_mpi, bucket_mb=1, blocking=True)),
 )
 REPLICATE = Contender("replicate", "gradsync.replicate", "gradsync", _gradsync)
-WRAPPER = Contender("wrapper", "gradsync DDP, bucket views", "gradsync", _wrapper)
+WRAPPER = Contender("wrapper", "gradsync DDP, defaults", "gradsync", _wrapper)
 TRANSPORTS = tuple(
     Contender(key, f"gradsync, {key.replace('_', ' ')}", "gradsync", partial(_gradsync, transport=key))
     for key in ("shared_memory", "hierarchical", "process_group")
@@ -125,7 +126,7 @@ TRANSPORTS = tuple(
 
 IN_ENGINE = (PLAIN, TORCH, TORCH_BEST, REPLICATE, WRAPPER)
 IN_MEMORY = (PLAIN, TORCH, TORCH_VIEWS, *TRANSPORTS)
-IN_STEP = (PLAIN, TORCH, *TORCH_SIZES, *TORCH_REPLICATES, *MPI, *TRANSPORTS)
+IN_STEP = (PLAIN, TORCH, *TORCH_SIZES, *TORCH_REPLICATES, *MPI, *TRANSPORTS, WRAPPER)
 
 
 def contender(key: str) -> Contender:

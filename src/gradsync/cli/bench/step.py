@@ -35,7 +35,7 @@ def step(
     json: Path = typer.Option(Path("bench-out/step.json"), help="Where all times and figures are written."),
     picture: Path = typer.Option(Path("bench-out/step.png"), help="Where the picture is written."),
 ) -> None:
-    """Whole training steps of five models: no communication, torch's ways, MPI (if installed), gradsync's transports.
+    """Whole training steps of five models: no communication, torch's ways, MPI (if installed), gradsync's fronts.
 
     Contenders take turns step by step in the same processes, in a balanced order; figures are medians of ratios within
     a repetition. One whose gradients are not those of torch's DDP is reported as wrong and not timed. Lists are

@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from gradsync.cli.bench.contenders import PLAIN, TORCH, TRANSPORTS, contender
+from gradsync.cli.bench.contenders import PLAIN, TORCH, TRANSPORTS, WRAPPER, contender
 from gradsync.cli.bench.models import model
 from gradsync.cli.bench.step_result import Race, StepResult
 from gradsync.cli.display import count
@@ -17,7 +17,8 @@ from gradsync.cli.picture import GRID, INK, QUIET
 
 # What is drawn: a name, its colour, and which contender that is on a model.
 TORCH_COLOUR, BEST_COLOUR, MPI_COLOUR = "#9aa5b1", "#ea580c", "#7c3aed"
-OURS = dict(zip((contender.key for contender in TRANSPORTS), ("#2563eb", "#0d9488", "#60a5fa"), strict=True))
+OURS_COLOURS = ("#2563eb", "#0d9488", "#60a5fa", "#1e3a8a")
+OURS = dict(zip((contender.key for contender in (*TRANSPORTS, WRAPPER)), OURS_COLOURS, strict=True))
 PALE = 0.3
 WIDTH = 0.82  # of a group of bars; groups are 1 apart
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gradsync.cli.bench.contenders import IN_STEP, PLAIN, TRANSPORTS, Family
+from gradsync.cli.bench.contenders import IN_STEP, PLAIN, TRANSPORTS, WRAPPER, Family
 from gradsync.cli.bench.machine import Machine
 from gradsync.cli.bench.ratios import Spread, fastest, geometric_mean, ratio, spread
 from gradsync.cli.bench.targets import Target
@@ -97,6 +97,13 @@ def worst_ratio(races: Sequence[Race], key: str, family: Family) -> float | None
     return max(medians) if medians and len(medians) == len(races) else None
 
 
+def worst_to_replicate(races: Sequence[Race]) -> float | None:
+    """The wrapper to the other front, which the transports are measured with."""
+    ratios = [race.ratio(WRAPPER.key, TRANSPORTS[0].key) for race in races]
+    medians = [one.median for one in ratios if one is not None]
+    return max(medians) if len(medians) == len(races) else None
+
+
 def targets_of(races: Sequence[Race]) -> list[Target]:
     """Those for the number of ranks of these races. With more ranks than cores another one counts than with two."""
     key = judged(races)
@@ -115,4 +122,5 @@ def targets_of(races: Sequence[Race]) -> list[Target]:
             limit=1.15,
         ),
         Target(name="to MPI's best, worst model", value=worst_ratio(races, key, "mpi"), limit=1.0),
+        Target(name="gradsync DDP to replicate, worst model", value=worst_to_replicate(races), limit=1.03),
     ]

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gradsync.cli.bench.agreement import TOLERANCE
-from gradsync.cli.bench.contenders import IN_STEP, PLAIN, Contender, contender
+from gradsync.cli.bench.contenders import IN_STEP, PLAIN, TRANSPORTS, WRAPPER, Contender, contender
 from gradsync.cli.bench.models import model
 from gradsync.cli.bench.ratios import Spread, geometric_mean
 from gradsync.cli.bench.step_result import Race, StepResult, judged, targets_of
@@ -17,6 +17,7 @@ from gradsync.cli.bench.tables import OURS_STYLE, QUIET_STYLE, make_table, targe
 from gradsync.cli.display import count
 
 Base = Callable[[Race], str | None]
+REPLICATED = TRANSPORTS[0].key
 SHORT = {"torch": "defaults", "torch_replicate": "replicate", "torch_replicate_fsdp": "fsdp"}  # others: by bucket size
 
 
@@ -25,6 +26,8 @@ def parts(result: StepResult) -> Iterator[RenderableType]:
         races = result.of(ranks)
         yield ratio_table(races, "no communication", lambda race: PLAIN.key, with_time=True)
         yield ratio_table(races, "torch's best", lambda race: race.best("torch"))
+        if all(race.ratio(WRAPPER.key, REPLICATED) for race in races):
+            yield fronts_table(races)
         yield target_table(targets_of(races), f"{count(ranks, 'rank')}: targets for {contender(judged(races)).name}")
     yield notes(result)
 
@@ -37,6 +40,14 @@ def ratio_table(races: Sequence[Race], base_name: str, base: Base, with_time: bo
     for one in IN_STEP:
         if any(one.key in (*race.measured, *race.absent, *race.wrong) for race in races) and one is not PLAIN:
             table.add_row(f"  {one.name}", *_row(one, races, base), style=_style(one))
+    return table
+
+
+def fronts_table(races: Sequence[Race]) -> Table:
+    """The wrapper beside `replicate`, both in shared memory, within a repetition."""
+    title = f"{count(races[0].ranks, 'rank')}: time of a step, to gradsync.replicate"
+    table = make_table(title, *(_heading(race, None, False) for race in races), "geometric\nmean")
+    table.add_row(f"  {WRAPPER.name}", *_row(WRAPPER, races, lambda race: REPLICATED), style=OURS_STYLE)
     return table
 
 
@@ -71,6 +82,7 @@ def notes(result: StepResult) -> Text:
     lines = [
         f"Medians of ratios within a repetition, of {repetitions}; ± half of the inter-quartile range.",
         "A step: zero_grad, forward, backward and synchronisation, SGD; the slowest rank counts.",
+        "gradsync, by transport: replicate; gradsync DDP: the wrapper, which chooses its transport.",
         "torch's best: the fastest of all of torch's ways on a model, named above the column.",
         f"Gradients of all were compared with torch DDP's: within {TOLERANCE:g} of their norm, or WRONG.",
         str(result.machine),
