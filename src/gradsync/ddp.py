@@ -42,8 +42,8 @@ class DistributedDataParallel(TorchPrivate, JoinableReplica, Replica, nn.Module,
       `False` given explicitly keeps torch's strictness: an unused parameter is an error.
     - `gradient_as_bucket_view`: left out, gradients lie in their buckets, and show it nowhere: each is a
       tensor with a storage of its own. `False` given explicitly copies them to other memory.
-    - `static_graph`, `batched_grad_copy`, `skip_all_reduce_unused_params`: accepted; the engine
-      learns the graph and copies in batches anyway.
+    - `static_graph`, `batched_grad_copy`: accepted; the engine learns the graph and copies in batches
+      anyway. `skip_all_reduce_unused_params`: what is unused may change, and differ between ranks.
 
     The keyword-only arguments are gradsync's own; see `gradsync.Options`.
 
@@ -131,6 +131,7 @@ class DistributedDataParallel(TorchPrivate, JoinableReplica, Replica, nn.Module,
             init_sync_buffers=init_sync_buffers,
             find_unused_parameters=find_unused_parameters,
             static_graph=static_graph,
+            skip_all_reduce_unused_params=skip_all_reduce_unused_params,
             transport=transport,
             verify=verify,
             delayed=delayed[0],

@@ -47,6 +47,9 @@ class Options:
     unused is an error, raised by the next forward."""
     static_graph: bool = False
     """A promise that the graph does not change. Nothing needs it; it is kept for those who ask."""
+    skip_all_reduce_unused_params: bool = False
+    """A bucket that no rank filled in the latest round does not travel. If a rank fills it again, it goes behind the
+    others in that round. For models of which large parts stay unused for long."""
     bucket_cap_mb_list: tuple[float, ...] = ()
     """Sizes of the first, second, ... bucket in MiB; the last one counts for all that follow."""
     transport: Transport = "auto"

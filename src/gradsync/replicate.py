@@ -307,7 +307,7 @@ def _options(given: dict[str, Any]) -> Options:
         kept = given.pop(name, None)
         if kept is not None and not arguments.flag(name, kept):
             given.setdefault("buffers", "never")
-    for name in ("check_reduction", "batched_grad_copy", "skip_all_reduce_unused_params"):
+    for name in ("check_reduction", "batched_grad_copy"):
         arguments.flag(name, given.pop(name, False))  # nothing to choose here
     known = {field.name for field in dataclasses.fields(Options)}
     if unknown := set(given) - known:

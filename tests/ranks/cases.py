@@ -226,6 +226,13 @@ def a_rank_that_uses_nothing(env: Env) -> None:
         env.backward((hidden * 0).sum() + 0 * env.front(x, left=True).sum())
 
 
+SKIPPED = {"skip_all_reduce_unused_params": True}
+also("branch_skipped", "branch_by_rank_and_step", options=SKIPPED)
+also("branch_skipped_zeroing_in_place", "branch_by_rank_and_step", options=SKIPPED, zero=False)
+also("branch_skipped_without_zeroing", "branches_accumulate_without_zeroing", options=SKIPPED)
+also("nothing_skipped", "accumulation", options=SKIPPED)
+
+
 # --- 4. activation checkpointing ---------------------------------------------------------------------
 
 
@@ -252,6 +259,7 @@ def checkpoint_reentrant_differs_by_rank(env: Env) -> None:
 also(
     "checkpoint_late_without_views", "checkpoint_reentrant_differs_by_rank", options={"gradient_as_bucket_view": False}
 )
+also("checkpoint_late_skipped", "checkpoint_reentrant_differs_by_rank", options=SKIPPED)
 also("checkpoint_late_zeroing_in_place", "checkpoint_reentrant_differs_by_rank", zero=False)
 
 

@@ -31,6 +31,7 @@ class Shape(NamedTuple):
     synchronised: list[bool]  # for each micro-step but the last
     set_to_none: bool
     view: bool
+    skip: bool
     bucket_cap_mb: float
 
 
@@ -49,6 +50,7 @@ def shapes(draw: st.DrawFn, size: int) -> Shape:
         synchronised=draw(st.lists(st.booleans(), min_size=micro - 1, max_size=micro - 1)),
         set_to_none=draw(st.booleans()),
         view=draw(st.booleans()),
+        skip=draw(st.booleans()),
         bucket_cap_mb=draw(st.sampled_from([0.00001, 0.0002, 25.0])),
     )
 
@@ -82,7 +84,11 @@ def body(shape: Shape) -> None:
             else:
                 env.backward(loss)
 
-    options = {"bucket_cap_mb": shape.bucket_cap_mb, "gradient_as_bucket_view": shape.view}
+    options = {
+        "bucket_cap_mb": shape.bucket_cap_mb,
+        "gradient_as_bucket_view": shape.view,
+        "skip_all_reduce_unused_params": shape.skip,
+    }
     case = Case("random", lambda: Paths(shape.layers), step, zero=shape.set_to_none, options=options)
     check_case(case)
 

@@ -31,6 +31,22 @@ from gradsync.transport.label import Label
 _FINE = 2**20  # a weight of one, as an integer
 
 
+class _NotSent:
+    """The work of a bucket that was left out."""
+
+    def wait(self) -> None:
+        return
+
+    def done(self) -> bool:
+        return True
+
+    def differing(self) -> int:
+        return 0
+
+
+_NOT_SENT = _NotSent()
+
+
 class InFlight(NamedTuple):
     """A launched bucket. Keeps its memory alive until the work is done."""
 
@@ -43,6 +59,11 @@ class InFlight(NamedTuple):
     own: Set[int] = frozenset()  # positions at which `held` is a tensor of the user's, to be filled
     saved: Tensor | None = None  # what the bucket has to hold again afterwards
     second_order: bool = False  # somebody may want to differentiate the result
+
+    @property
+    def is_sent(self) -> bool:
+        """Else nothing travels, and nothing is to be delivered."""
+        return self.work is not _NOT_SENT
 
     @property
     def is_plain(self) -> bool:
@@ -141,6 +162,10 @@ class Delivery:
             return InFlight(bucket, rows, nobody, bucket.none_held, rows)
         bucket.data.zero_()
         return InFlight(bucket, self._start(bucket, number, last, label, tolerant=True), nobody, bucket.none_held)
+
+    def leave_out(self, bucket: Bucket) -> InFlight:
+        """Stands for a bucket that all ranks know nobody to have filled; `.grad` stays as it is."""
+        return InFlight(bucket, _NOT_SENT, [False] * len(bucket.indices), bucket.none_held)
 
     def _start(self, bucket: Bucket, number: int, last: bool, label: Label, tolerant: bool = False) -> Work:
         if self.hook is not None:
@@ -292,6 +317,13 @@ class Delivery:
         """The next round's weights are measured in units of this one's mean, so that they are near 1."""
         if total_weight > 0:
             self.weight_unit *= total_weight
+
+    def settle_hook(self) -> None:
+        """Waits for what a hook has under way, whatever it says: that is told where it is delivered."""
+        if self._latest_hook is not None:
+            with contextlib.suppress(Exception):
+                self._latest_hook.wait()
+        self.forget_hook()
 
     def forget_hook(self) -> None:
         """Nothing of a hook is under way."""

@@ -63,6 +63,7 @@ from gradsync.transport.base import Transport
 
 # How long ranks that were in different rounds wait for each other to say where they were.
 _EXPLAIN_SECONDS = 20.0
+_EXTRA = 3  # what the last bucket's tail says besides, see `launch_rest`
 _open_rounds: weakref.WeakSet[Reducer] = weakref.WeakSet()
 _listing = threading.Lock()  # replicas may train in threads of their own
 
@@ -143,6 +144,7 @@ class Reducer:
         self.hidden = {id(one.computing): one.spec.name for one in managed if one.computing is not one.parameter}
         self.plan: Plan | None = None
         self.buckets: list[Bucket] = []
+        self._idle: frozenset[int] = frozenset()  # numbers of buckets that nobody filled in the latest round
         self.delivery = self._make_delivery(managed)
         self.gradients = Gradients(self._slots, self.options.gradient_as_bucket_view)
         share = self.share_out if self.delivery.gain != 1 else None
@@ -249,27 +251,27 @@ class Reducer:
     def _launch_nothing(self, opened: Round, kind: Kind) -> None:
         """Sends what is left of a round as if there were nothing in it."""
         label = opened.identity.label(kind)
-        for number in range(len(opened.launched), len(self.buckets)):
+        while (number := self._following(opened)) < len(self.buckets):
             last = number == len(self.buckets) - 1
             opened.launched.append(self.delivery.launch_nothing(self.buckets[number], number, last, label))
             self._launches += 1
 
     def _await_all(self, opened: Round, lenient: bool = False) -> None:
         """`lenient`: whatever a communication hook has to say."""
-        for number, flight in enumerate(opened.launched):
+        for flight in opened.launched:
             try:
-                self._await(opened, number, flight)
+                self._await(opened, flight)
             except (ReplicaLostError, RoundTimeoutError):
                 raise
             except Exception:
                 if not lenient:
                     raise
 
-    def _await(self, opened: Round, number: int, flight: InFlight) -> None:
+    def _await(self, opened: Round, flight: InFlight) -> None:
         try:
             flight.work.wait()
         except (ReplicaLostError, RoundTimeoutError) as error:
-            raise type(error)(f"{error} {self._where(opened, number)}", error.ranks) from None
+            raise type(error)(f"{error} {self._where(opened, flight.bucket)}", error.ranks) from None
 
     def _mismatch(self, opened: Round, kind: Kind, described: str = "") -> GradsyncError:
         """After all that was sent has come home: says to the other ranks where this one is, and hears from them."""
@@ -410,14 +412,15 @@ class Reducer:
 
     @torch.no_grad()
     def _ask(self, identity: Identity, described: str) -> None:
-        asked = Round(identity, time.perf_counter())
+        asked = Round(identity, time.perf_counter(), idle=self._idle)
         label = identity.label(Kind.CHANGE)
-        data = self.buckets[0].data
+        number = self._following(asked)
+        data = self.buckets[number].data
         saved = data.clone()  # `.grad`, perhaps
-        first = self.delivery.launch_nothing(self.buckets[0], 0, len(self.buckets) == 1, label)
+        first = self.delivery.launch_nothing(self.buckets[number], number, number == len(self.buckets) - 1, label)
         asked.launched.append(first)
         self._launches += 1
-        self._await(asked, 0, first)
+        self._await(asked, first)
         if first.work.differing():
             self._launch_nothing(asked, Kind.CHANGE)
             self._await_all(asked)
@@ -478,7 +481,8 @@ class Reducer:
         assert opened is not None
         if self._strict and self._arrivals.counts[index] > 1:
             raise strict.ready_twice(self.rank, index, self.specs[index].name)
-        if 0 <= self._arrivals.bucket_of[index] < len(opened.launched):
+        number = self._arrivals.bucket_of[index]
+        if 0 <= number < len(opened.launched) and number not in opened.idle:
             if self.stepper is not None:
                 raise UnfinishedRoundError(
                     f"rank {self.rank}: '{self.specs[index].name}' received one more gradient after its optimizer had "
@@ -517,7 +521,7 @@ class Reducer:
         self.check_process()
         stepped = None if follows or self._number == 0 else self._stepped
         identity = Identity(self.serial, self._number, stepped, digest(self.settings, 7), follows)
-        opened = self._round = Round(identity, time.perf_counter(), thread=threading.get_ident())
+        opened = self._round = Round(identity, time.perf_counter(), thread=threading.get_ident(), idle=self._idle)
         if self.comparison is not None and not follows:
             opened.fingerprint = self.comparison.of_round(self._number)
         own, held = self.gradients.before_round(self.buckets, self.dirty)
@@ -541,7 +545,7 @@ class Reducer:
     def _launch_ready(self, opened: Round, arrived: int) -> None:
         last = len(self.buckets) - 1
         self._arrivals.waiting = False
-        while (following := len(opened.launched)) < last and self._arrivals.missing[following] == 0:
+        while (following := self._following(opened)) < last and self._arrivals.missing[following] == 0:
             # A user's hook that runs after ours on this parameter wants to see its `.grad`;
             # launching takes it away, so wait for the next arrival.
             if self._arrivals.bucket_of[arrived] == following and _torch.other_hooks_follow(self.computing[arrived]):
@@ -552,6 +556,12 @@ class Reducer:
         if self.stepper is not None:
             self._deliver_finished(opened)
 
+    def _following(self, opened: Round) -> int:
+        """The number of the bucket that is to be launched next; those before it that are idle are left out."""
+        while (number := len(opened.launched)) in opened.idle:
+            opened.launched.append(self.delivery.leave_out(self.buckets[number]))
+        return number
+
     @torch.no_grad()
     def _deliver_finished(self, opened: Round) -> None:
         """With an optimizer in backward, what has been reduced is delivered at once."""
@@ -559,11 +569,13 @@ class Reducer:
             self._deliver_next(opened)
 
     def _deliver_next(self, opened: Round) -> None:
-        number = opened.delivered
-        flight = opened.launched[number]
+        flight = opened.launched[opened.delivered]
         opened.delivered += 1
+        if not flight.is_sent:
+            opened.arrived = opened.delivered
+            return
         began = time.perf_counter()
-        self._await(opened, number, flight)
+        self._await(opened, flight)
         opened.reduced_at = time.perf_counter()
         opened.waited += opened.reduced_at - began
         if flight.bucket.plan.device.type == "cpu":  # elsewhere asking would make the host wait: at the end, then
@@ -578,8 +590,9 @@ class Reducer:
                 self.stepper([self.parameters[index] for index in indices])
             self._stepped = True
 
-    def _where(self, opened: Round, number: int) -> str:
-        names = [self.specs[index].name for index in self.buckets[number].indices]
+    def _where(self, opened: Round, bucket: Bucket) -> str:
+        number = self.buckets.index(bucket)
+        names = [self.specs[index].name for index in bucket.indices]
         holds = f"with '{names[0]}'" if len(names) == 1 else f"from '{names[0]}' to '{names[-1]}'" if names else ""
         return f"(Round {opened.identity.number}, bucket {number + 1} of {len(self.buckets)}, {holds}.)"
 
@@ -648,7 +661,29 @@ class Reducer:
                 if not here:  # it did not come: neither would the next ones
                     raise (failed or error) from None
                 failed = failed or error
+            if opened.delivered == len(self.buckets):
+                self._launch_left_out(opened)
         return failed
+
+    def _launch_left_out(self, opened: Round) -> None:
+        """The last bucket's tail is here: sends those that were left out although somebody has filled them."""
+        assert self.plan is not None
+        if not opened.idle:
+            return
+        self._check_labels(opened, [one for one in opened.launched if one.bucket.plan.device.type != "cpu"])
+        filled = self.buckets[-1].read_extra()[_EXTRA + len(self.plan.sparse) :]
+        for number in sorted(opened.idle):
+            if filled[number]:
+                self.delivery.settle_hook()
+                self._launch(opened, number)
+                continue
+            for index in self.dirty & self.buckets[number].members:  # by ranks of no weight: as if nobody had
+                self._slots[index].grad = None
+
+    def _find_idle(self, opened: Round) -> frozenset[int]:
+        """Buckets but the last that nobody has filled. By their tails, which are the same everywhere."""
+        filled = {one.bucket for one in opened.launched if one.is_sent and any(one.bucket.read_usage())}
+        return frozenset(number for number, bucket in enumerate(self.buckets[:-1]) if bucket not in filled)
 
     def _report(self, opened: Round, ended_at: float) -> None:
         if self.recorder is not None:
@@ -662,8 +697,8 @@ class Reducer:
                     reduced_at=opened.reduced_at,
                     closed_at=time.perf_counter(),
                     waited=opened.waited,
-                    nbytes=sum(flight.bucket.plan.nbytes for flight in opened.launched),
-                    buckets=len(opened.launched),
+                    nbytes=sum(flight.bucket.plan.nbytes for flight in opened.launched if flight.is_sent),
+                    buckets=sum(flight.is_sent for flight in opened.launched),
                     overlapped_buckets=opened.overlapped,
                     order=tuple(self._arrivals.order),
                     corrected=opened.corrected,
@@ -676,7 +711,7 @@ class Reducer:
         assert self._round is not None
         self._meet(self._round)
         self.plan = agree_on_plan(self.specs, order, gradients, self._transport, self.options, by_rows)
-        extra = 3 + len(self.plan.sparse)
+        extra = _EXTRA + len(self.plan.sparse) + self._skips * (len(self.plan.buckets) - 1)
         self.buckets = make_buckets(self.plan.buckets, self.specs, self._transport, extra)
         for number, planned in enumerate(self.plan.buckets):
             for place in planned.places:
@@ -735,12 +770,20 @@ class Reducer:
         assert self.plan is not None
         opened.late_gradients = {index: self._take_gradient(index) for index in sorted(opened.late)}
         last = len(self.buckets) - 1
-        for number in range(len(opened.launched), last):
+        while (number := self._following(opened)) < last:
             self._launch(opened, number)
         sparse_used = [self._has_gradient(index) for index in self.plan.sparse]
         incomplete = self._strict and not opened.identity.follows and bool(self._missing())
-        told = [bool(opened.late_gradients), incomplete, bool(self.known_rows), *sparse_used]
+        filled = [self._is_filled(bucket) for bucket in self.buckets[:last]] if self._skips else []
+        told = [bool(opened.late_gradients), incomplete, bool(self.known_rows), *sparse_used, *filled]
         self._launch(opened, last, extra=told)
+
+    @property
+    def _skips(self) -> bool:
+        return self.options.skip_all_reduce_unused_params
+
+    def _is_filled(self, bucket: Bucket) -> bool:
+        return any(map(self._has_gradient, bucket.indices))
 
     def _has_gradient(self, index: int) -> bool:
         return index in self.dirty and self._slots[index].grad is not None
@@ -748,13 +791,13 @@ class Reducer:
     def _finish(self, opened: Round) -> None:
         """Sparse gradients, and the second pass if any rank asked for one."""
         assert self.plan is not None
-        last = opened.launched[-1].bucket
+        last = self.buckets[-1]
         self._check_labels(opened, [one for one in opened.launched if one.bucket.plan.device.type != "cpu"])
         if self.comparison is not None:
             self.comparison.round_closed(opened.identity.number, opened.fingerprint, self._transport)
-        opened.corrected, incomplete, rows_known, *sparse_used = last.read_extra()
+        opened.corrected, incomplete, rows_known, *told = last.read_extra()
         weight = self.delivery.total_weight(last)
-        for index, used in zip(self.plan.sparse, sparse_used, strict=True):
+        for index, used in zip(self.plan.sparse, told[: len(self.plan.sparse)], strict=True):
             if used:
                 known = self.known_rows.get(self.specs[index].name)
                 self.delivery.carry_sparse(index, weight, known, rows_known)
@@ -768,6 +811,8 @@ class Reducer:
         if incomplete:
             self._unfinished = strict.not_all_used(self.rank, opened.identity.number, self._missing(), self._names())
         self.delivery.end_round(weight)
+        if self._skips:
+            self._idle = self._find_idle(opened)
 
     def _forget_round(self) -> None:
         with _listing:

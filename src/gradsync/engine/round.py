@@ -32,7 +32,10 @@ class Round:
     """Parameters whose `.grad` is a tensor of the user's, which has to become the result."""
     saved: dict[int, Tensor] = field(default_factory=dict)
     """For buckets of which somebody still holds a part of what an earlier round left there: what that was."""
-    launched: list[InFlight] = field(default_factory=list)  # a prefix of the plan
+    idle: frozenset[int] = frozenset()
+    """Buckets that nobody has filled in the round before: they are left out, unless somebody has filled them now."""
+    launched: list[InFlight] = field(default_factory=list)
+    """A prefix of the plan, and behind all of it those that were left out although somebody has filled them."""
     late: set[int] = field(default_factory=set)
     late_gradients: dict[int, Tensor] = field(default_factory=dict)
     delivered: int = 0  # how many of those launched
