@@ -336,7 +336,8 @@ def _as_ours(mixed_precision: Any) -> _MixedPrecision | None:
     """torch's own class works as well."""
     if mixed_precision is None or isinstance(mixed_precision, _MixedPrecision):
         return mixed_precision
-    names = [field.name for field in dataclasses.fields(_MixedPrecision)]
+    every = [field.name for field in dataclasses.fields(_MixedPrecision)]
+    names = [name for name in every if name.endswith("_dtype") or hasattr(mixed_precision, name)]
     cure = "Leave it out, or pass torch's own, of torch.nn.parallel.distributed."
     return _MixedPrecision(**arguments.policy("mixed_precision", mixed_precision, "_MixedPrecision", names, cure))
 
