@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -96,3 +97,27 @@ def released_by_failure() -> None:
 
 def test_one_that_could_not_be_made_leaves_nothing(ranks: Ranks) -> None:
     ranks(released_by_failure, 2)
+
+
+def of_another_kind() -> None:
+    """Groups that only c10d can make, as for GPUs: they can't be freed, but the next replica takes them."""
+    os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
+    dist.set_debug_level_from_env()  # type: ignore[attr-defined]  # gloo behind a wrapper of c10d's: no gloo to us
+    dist.init_process_group("gloo")
+    train(make("replicate", build(), transport="process_group"))
+    before = held()
+    for _ in range(3):
+        module: Any = make("replicate", build(), transport="process_group")
+        train(module)
+        same_everywhere(module)
+        del module
+        assert settles(before) == before
+    first: Any = make("replicate", build(), transport="process_group")
+    second: Any = make("replicate", build(), transport="process_group")
+    train(first)
+    train(second)
+    assert held().threads > before.threads, "each has its own"
+
+
+def test_groups_that_can_t_be_freed_are_used_again(ranks: Ranks) -> None:
+    ranks(of_another_kind, 2, backend=None)

@@ -53,7 +53,7 @@ def choose(
         return base
     elsewhere = sorted({tensor.device.type for tensor in tensors} - {"cpu"})
     obstacle = f"has parameters on {', '.join(elsewhere)}" if elsewhere else ""
-    assembly = Assembly(base, {"wish": wish, "obstacle": obstacle, "start": start})
+    assembly = Assembly(base, {"wish": wish, "obstacle": obstacle, "start": start, "on_host": not elsewhere})
     try:
         with assembly.telling():
             return _choose(base, assembly, wish, own)

@@ -121,6 +121,7 @@ class Assembly:
         self._known = {name: memory for name, memory in _memories.items() if _is_for(group.rank, memory)}
         mine = {
             "start": "",
+            "on_host": True,
             **said,
             "obstacle": problem or fault,
             "expected": not fault,
@@ -182,7 +183,9 @@ class Assembly:
         """Connections that belong to one replica; None if they can't be had."""
         spare = set.intersection(*(set(one["spare"]) for one in self.said))
         name = f"gradsync/own/{self.number}"
-        return own_group.connect(self._group.group, self._group.store, name, self._group.limit, self.check, spare)
+        on_host = all(one["on_host"] for one in self.said)
+        group = self._group
+        return own_group.connect(group.group, group.store, name, group.limit, self.check, on_host, spare)
 
     def _memory_of(self, host: Sequence[int]) -> HostMemory:
         """The memory that these ranks have in common already, or a new one."""

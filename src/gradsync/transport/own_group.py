@@ -24,14 +24,21 @@ _spare: dict[str, dist.ProcessGroup] = {}
 
 
 def connect(
-    group: dist.ProcessGroup, store: Store, name: str, limit: float, check: Callable[[], None], spare: Collection[str]
+    group: dist.ProcessGroup,
+    store: Store,
+    name: str,
+    limit: float,
+    check: Callable[[], None],
+    on_host: bool,
+    spare: Collection[str],
 ) -> Any:
     """What has the collectives of `group`, and is nobody else's; None if that can't be had. All ranks together.
 
-    `check`: called while ranks connect, raises if one is gone. `spare`: what `spares` was on all ranks.
+    `check`: called while ranks connect, raises if one is gone. `on_host`: only for tensors on the CPU, for which gloo
+    is enough. `spare`: what `spares` was on all ranks.
     """
     gloo = _torch.gloo_of(group)
-    if gloo is not None:
+    if on_host and gloo is not None:
         return connect_gloo(gloo, store, name, group.rank(), group.size(), limit, check)
     # Only for all ranks of the world: c10d names groups by counting, and other ranks would not count this one.
     if group.size() < dist.get_world_size():

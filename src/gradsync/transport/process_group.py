@@ -167,12 +167,13 @@ class ProcessGroupTransport:
     def _finish(self, start: Callable[[], dist.Work], on_host: bool) -> None:
         """Starts something and waits for it; while the replica is made, also for the news that a rank is lost."""
         try:
-            work = start()
+            work = self._begun(start())
             while self._watch is not None and not work.is_completed():
                 under_way.progress()
                 self._watch.check()
                 time.sleep(PAUSE)
             finish(work, on_host)
+            self._pending.discard(work)
         except RuntimeError as error:
             if self._watch is not None and not isinstance(error, ReplicaLostError):
                 self._watch.explain()
