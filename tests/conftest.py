@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.leaks import belongings, find_leaks
+from tests.support.patience import crowding
 from tests.support.ranks import Ranks, run_ranks
 
 TEST_LIMIT = 120.0
@@ -43,7 +44,8 @@ def ranks() -> Ranks:
 @pytest.fixture(autouse=True)
 def _time_limit(pytestconfig: pytest.Config) -> Iterator[None]:
     """End the session with all stacks if a test hangs in this process; ranks have a limit of their own."""
-    faulthandler.dump_traceback_later(TEST_LIMIT, exit=True, file=pytestconfig.stash[_uncaptured_stderr])
+    limit = TEST_LIMIT * 2 * crowding()  # the ranks' own limits come first, also if it gets busier meanwhile
+    faulthandler.dump_traceback_later(limit, exit=True, file=pytestconfig.stash[_uncaptured_stderr])
     yield
     faulthandler.cancel_dump_traceback_later()
 

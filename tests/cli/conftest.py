@@ -7,14 +7,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support.patience import Stopwatch, wait_until
 
 LIMIT = 60
 TINY = ["--layers", "1", "--width", "16", "--context", "16", "--batch", "2"]
@@ -27,7 +27,7 @@ class Result:
     code: int
     output: str
     folder: Path
-    seconds: float  # from the signal, if there was one, to the end
+    seconds: float  # from the signal, if there was one, to the end, on an idle machine
     survivors: list[int]  # ranks that were alive a moment after the end
 
     @property
@@ -73,10 +73,15 @@ class Command:
         raise AssertionError(f"no {words!r} in:\n{self._seen}")
 
     def result(self, ranks: list[int]) -> Result:
-        began = time.monotonic()
-        rest, _ = self.process.communicate(timeout=LIMIT)
-        seconds = time.monotonic() - began
-        _wait_until(lambda: not any(map(_alive, ranks)))
+        watch, rest = Stopwatch(), None
+        while rest is None:
+            try:
+                rest, _ = self.process.communicate(timeout=0.25)
+            except subprocess.TimeoutExpired:
+                if watch.seconds > LIMIT:
+                    raise
+        seconds = watch.seconds
+        wait_until(lambda: not any(map(_alive, ranks)), 1)
         survivors = [rank for rank in ranks if _alive(rank)]
         return Result(self.process.returncode, self._seen + rest, self.folder, seconds, survivors)
 
@@ -115,12 +120,6 @@ def _alive(pid: int) -> bool:
         return ") Z" not in Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return False
-
-
-def _wait_until(condition: Callable[[], bool], seconds: float = 1) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.02)
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import pytest
 
 from gradsync.cli.bench.mpi_ranks import MpiRanks, missing
 from gradsync.cli.launch import RankFailed
+from tests.support.patience import wait_until
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
@@ -48,12 +48,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], s
 
 
 def are_gone(pids: list[int], seconds: float = 3) -> bool:
-    deadline = time.monotonic() + seconds
-    while any(Path(f"/proc/{pid}").exists() for pid in pids):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
+    return wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), seconds)
 
 
 def test_ranks_are_one_mpi_world_with_the_usual_environment(module: Callable[[str], str]) -> None:

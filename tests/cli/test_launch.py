@@ -64,10 +64,14 @@ def test_what_a_rank_prints_is_no_report_but_its_last_words(module: Callable[[st
 def test_the_first_to_fail_is_blamed_not_the_first_to_have_ended(module: Callable[[str], str]) -> None:
     failed = failure(
         module("""
+            failed = os.path.join(os.path.dirname(__file__), "failed")
             if rank == 1:
                 send("failed", at=1.0, error="the cause")
+                open(failed, "w").close()
                 time.sleep(0.2)
                 os._exit(7)
+            while not os.path.exists(failed):
+                time.sleep(0.01)
             send("failed", at=2.0, error="lost its peer")
             os._exit(1)
         """),
@@ -79,9 +83,13 @@ def test_the_first_to_fail_is_blamed_not_the_first_to_have_ended(module: Callabl
 def test_a_signal_outweighs_the_failure_it_caused(module: Callable[[str], str]) -> None:
     failed = failure(
         module("""
+            dying = os.path.join(os.path.dirname(__file__), "dying")
             if rank == 1:
+                open(dying, "w").close()
                 time.sleep(0.2)
                 os.kill(os.getpid(), signal.SIGKILL)
+            while not os.path.exists(dying):
+                time.sleep(0.01)
             send("failed", at=1.0, error="lost its peer")
             os._exit(1)
         """),

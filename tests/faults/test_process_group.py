@@ -14,6 +14,7 @@ import gradsync
 from gradsync.errors import NoProcessGroupError, WrongTypeError
 from gradsync.options import Transport
 from tests.ranks.small import FRONTS, TRANSPORTS, batch, build, make, mean_gradients, same_everywhere
+from tests.support.patience import seconds_since
 from tests.support.ranks import Ranks
 
 
@@ -94,7 +95,7 @@ def after_a_failure(transport: Transport) -> float:
         ddp(batch(rank)).square().mean().backward()
         for parameter, gradient in zip(module.parameters(), mean_gradients(module), strict=True):
             torch.testing.assert_close(parameter.grad, gradient)
-    took = time.monotonic() - began
+    took = seconds_since(began)
     dist.barrier()  # nobody ends, which the others would notice
     return took
 

@@ -27,6 +27,7 @@ from gradsync.transport import SymmetricMemory, link, symmetric, under_way
 from tests.ranks.memory import descriptors, mapped, train, transport_of
 from tests.ranks.small import batch, build, make, mean_gradients, same_everywhere
 from tests.support.outcome import End
+from tests.support.patience import crowding, wait_until
 from tests.support.ranks import Ranks
 
 # Python 3.12 and later warn of forks beside threads, which gloo has.
@@ -90,7 +91,7 @@ def test_a_killed_rank_is_named_at_once(ranks: Ranks, when: Callable[..., None],
             assert f"rank {doomed}" in str(outcome.exception)
             took = outcome.when - outcomes[doomed].when
             print(f"rank {outcome.rank} knew after {took * 1000:.0f} ms")  # noqa: T201
-            assert took < SOON
+            assert took < SOON * crowding()
 
 
 def lost_while_another_is_slow() -> None:
@@ -104,12 +105,12 @@ def lost_while_another_is_slow() -> None:
 
 
 def test_a_lost_rank_is_named_while_another_is_slow(ranks: Ranks) -> None:
-    waiting, killed, slow = ranks.outcomes(lost_while_another_is_slow, 3)
+    waiting, _, slow = ranks.outcomes(lost_while_another_is_slow, 3)
     for outcome in (waiting, slow):
         assert isinstance(outcome.exception, ReplicaLostError), outcome
         assert outcome.exception.ranks[0] in (0, 1)
     assert waiting.exception.ranks == [1]  # type: ignore[union-attr]
-    assert waiting.when - killed.when < 2
+    assert waiting.when < slow.when  # which slept for three seconds: nobody waited for it
 
 
 @pytest.mark.parametrize("end", [leave, raise_something])
@@ -117,7 +118,7 @@ def test_a_rank_that_leaves_is_named(ranks: Ranks, end: Callable[..., None]) -> 
     outcomes = ranks.outcomes(lost, 2, in_backward, end, 1)
     assert isinstance(outcomes[0].exception, ReplicaLostError), outcomes[0]
     assert outcomes[0].exception.ranks == [1]
-    assert outcomes[0].when - outcomes[1].when < SOON
+    assert outcomes[0].when - outcomes[1].when < SOON * crowding()
 
 
 # --- nothing is left ---------------------------------------------------------------------------------------
@@ -160,10 +161,7 @@ def nothing_left() -> Iterator[list[str]]:
     assert len(names) == 2
     assert not [name for name in names if name in Path("/proc/net/unix").read_text()]
     assert not [file for file in set(Path("/dev/shm").iterdir()) - files if "gradsync" in file.name]
-    deadline = time.monotonic() + SOON
-    while (left := in_shared_memory() - before) > BIG / 2 and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert left <= BIG / 2
+    assert wait_until(lambda: in_shared_memory() - before <= BIG / 2, SOON)
 
 
 @pytest.mark.parametrize("end", [die, leave, raise_something, dist.barrier])

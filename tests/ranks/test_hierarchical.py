@@ -26,6 +26,7 @@ from tests.ranks.memory import requests, same_on_all, transport, transport_of
 from tests.ranks.small import build, make, same_everywhere
 from tests.support.hosts import Host, NotAllowed, make_hosts
 from tests.support.outcome import End
+from tests.support.patience import crowding
 from tests.support.ranks import Ranks
 
 Shape = tuple[int, ...]
@@ -261,6 +262,6 @@ def test_a_rank_killed_on_a_host(ranks: Ranks, hosts: list[Host], shape: Shape, 
     for outcome in outcomes:
         if outcome.rank != doomed:
             assert isinstance(outcome.exception, (ReplicaLostError, RoundTimeoutError)), outcome
-            assert outcome.when - killed.when < 5, outcome
+            assert outcome.when - killed.when < 5 * crowding(), outcome
             if shape[outcome.rank] == shape[doomed]:
                 assert outcome.exception.ranks == [doomed], outcome

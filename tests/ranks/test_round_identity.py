@@ -24,6 +24,7 @@ from gradsync.errors import GradsyncError, ReplicaLostError, RoundMismatchError,
 from gradsync.transport import link
 from tests.ranks.small import FRONTS, TRANSPORTS, make, same_everywhere
 from tests.support.outcome import End, Outcome
+from tests.support.patience import seconds_since
 from tests.support.ranks import Ranks
 
 SOON = 5.0  # seconds: what takes milliseconds, on a busy machine; half of the group's time limit
@@ -151,7 +152,7 @@ def refused(error: type[Exception], *words: str) -> Iterator[None]:
     with pytest.raises(error) as caught:
         yield
     assert not isinstance(caught.value, IN_VAIN)
-    assert time.monotonic() - began < SOON
+    assert seconds_since(began) < SOON
     for word in words:
         assert word in str(caught.value)
 

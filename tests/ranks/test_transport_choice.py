@@ -25,6 +25,7 @@ from gradsync.transport.choice import choose
 from tests.ranks.memory import train, transport_of
 from tests.ranks.small import FRONTS, build, make, same_everywhere
 from tests.support.outcome import End, Outcome
+from tests.support.patience import seconds_since
 from tests.support.ranks import Ranks
 
 
@@ -228,7 +229,7 @@ def failing(fault: Callable[[], None], faulty: int, wish: str) -> tuple[str, str
     try:
         found = choose(group, wish, [], own=False)
     finally:
-        assert time.monotonic() - began < meeting.HANDSHAKE_SECONDS / 2, "nobody waits for a rank that has said no"
+        assert seconds_since(began) < meeting.HANDSHAKE_SECONDS / 2, "nobody waits for a rank that has said no"
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     module: Any = make("replicate", build(), process_group=group, transport="process_group")
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)

@@ -17,5 +17,6 @@
 | `run_folder.py`   | the files of one run                                             |
 | `kernel.py`       | the Linux calls that Python has no name for                      |
 | `leaks.py`        | what a test left behind                                          |
+| `patience.py`     | limits on time that a busy machine does not trip                 |
 | `hosts.py`        | several hosts on this machine: network namespaces                |
 """

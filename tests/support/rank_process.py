@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from tests.support import kernel
 from tests.support.channel import DUMP_STACKS, LEAVE, Channel, Fork, Reported, Started
+from tests.support.patience import crowding
 from tests.support.run_folder import Call, Raised, Returned, RunFolder, Setting
 
 GROUP_TIMEOUT = timedelta(seconds=10)
@@ -161,7 +162,7 @@ def _join_group(setting: Setting, rank: int, folder: RunFolder) -> None:
         init_method=folder.store.as_uri(),
         rank=rank,
         world_size=setting.world_size,
-        timeout=GROUP_TIMEOUT,
+        timeout=GROUP_TIMEOUT * crowding(),
     )
     dist.barrier()
 
@@ -219,4 +220,4 @@ def _linger() -> None:
     """Keep the connections open until all have reported, so that a peer half-way through its last operation
     sees no closed connection. Not for long: a peer that waits for us in vain should find out quickly.
     """
-    signal.sigtimedwait({LEAVE}, _LINGER_SECONDS)
+    signal.sigtimedwait({LEAVE}, _LINGER_SECONDS * crowding())

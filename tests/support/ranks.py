@@ -29,7 +29,7 @@ from tests.support.zygote import Zygote
 
 T = TypeVar("T")
 
-LIMIT = 20.0
+LIMIT = 20.0  # seconds of an idle machine: see patience.py
 GRACE = 1.5  # for the others, once a rank has failed; gloo notices a dead peer within 0.3 s
 
 
@@ -54,7 +54,7 @@ class Ranks:
 
         The function must be at module level, for the ranks import it. With `backend=None` there is no group,
         but `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT` are set, so that the function can make one.
-        Raises `RankFailure` unless every rank returns within `limit` seconds.
+        Raises `RankFailure` unless every rank returns within `limit` seconds, of an idle machine.
         """
         __tracebackhide__ = True
         call = _call(function, args, kwargs)

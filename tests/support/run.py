@@ -3,9 +3,11 @@
 import signal
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 
 from tests.support.channel import DUMP_STACKS, LEAVE, Ended, Fork, Reported, Signal, Started
 from tests.support.outcome import Outcome, outcome_of
+from tests.support.patience import Stopwatch
 from tests.support.run_folder import RunFolder
 from tests.support.stack import Stack, read_stack
 from tests.support.zygote import Zygote
@@ -24,7 +26,7 @@ class Run:
         self._reported: set[int] = set()
         self._ended: dict[int, Ended] = {}
         self._stacks: dict[int, Stack] = {}
-        self._failed_at: float | None = None
+        self._since_failure: Stopwatch | None = None
         self.pids: dict[int, int] = {}
 
     def start(self, world_size: int) -> None:
@@ -34,14 +36,19 @@ class Run:
             self._living.add(rank)
 
     def watch(self, limit: float, grace: float) -> None:
-        """Follow the ranks until all have ended, or `limit` is over, or `grace` after the first failure."""
-        end = time.monotonic() + limit
+        """Follow the ranks until all have ended, or `limit` is over, or `grace` after the first failure.
+
+        Both in seconds of an idle machine.
+        """
+        watch = Stopwatch()
         while self._living:
-            deadline = end if self._failed_at is None else min(end, self._failed_at + grace)
-            try:
-                self._note(self._zygote.receive(deadline - time.monotonic()))
-            except TimeoutError:
+            left = watch.slice(limit)
+            if self._since_failure is not None:
+                left = min(left, self._since_failure.slice(grace))
+            if left < 0:
                 return
+            with suppress(TimeoutError):
+                self._note(self._zygote.receive(left))
 
     def stop(self) -> None:
         """Ask the ranks that are stuck where they stand, then kill all that live."""
@@ -49,8 +56,12 @@ class Run:
         if stuck:
             self._stacks = self._ask_for_stacks(stuck)
         self._signal(self._living, signal.SIGKILL)
+        watch = Stopwatch()
         while self._living:
-            self._note(self._zygote.receive(_KILL_SECONDS))
+            with suppress(TimeoutError):
+                self._note(self._zygote.receive(_KILL_SECONDS - watch.seconds))
+            if watch.seconds > _KILL_SECONDS:
+                raise TimeoutError(f"ranks {sorted(self._living)} did not end after SIGKILL")
 
     def outcomes(self) -> list[Outcome]:
         """How each rank ended, in rank order."""
@@ -81,8 +92,8 @@ class Run:
                 self._release_if_all_are_done()
 
     def _note_failure(self, failed: bool) -> None:
-        if failed and self._failed_at is None:
-            self._failed_at = time.monotonic()
+        if failed and self._since_failure is None:
+            self._since_failure = Stopwatch()
 
     def _release_if_all_are_done(self) -> None:
         if self._living <= self._reported:
@@ -95,9 +106,9 @@ class Run:
     def _ask_for_stacks(self, ranks: set[int]) -> dict[int, Stack]:
         """Signal the ranks and wait until they have written; one that is stopped never will."""
         self._signal(ranks & self.pids.keys(), DUMP_STACKS)  # the others could not take it yet
-        patience = time.monotonic() + _DUMP_SECONDS
-        dumps: list[str] = []
-        while time.monotonic() < patience:
+        watch = Stopwatch()
+        dumps: list[str] = [""] * len(ranks)
+        while watch.seconds < _DUMP_SECONDS:
             time.sleep(0.02)
             earlier, dumps = dumps, [self._folder.read_stack(rank) for rank in ranks]
             if all(dumps) and dumps == earlier:

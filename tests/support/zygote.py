@@ -28,6 +28,7 @@ from typing import NoReturn
 
 from tests.support import kernel
 from tests.support.channel import Channel, Ended, Fork, Ready, Signal
+from tests.support.patience import crowding
 
 # The first optimizer of a process imports dynamo, which takes longer than all other tests of a rank together.
 PRELOADED = (
@@ -74,7 +75,7 @@ class Zygote:
     def wait_until_ready(self) -> None:
         """Wait for the imports, so that no run has to count them against its limit."""
         if not self._ready:
-            self._ready = isinstance(self.receive(_START_LIMIT), Ready)
+            self._ready = isinstance(self.receive(_START_LIMIT * crowding()), Ready)
 
     def send(self, command: Fork | Signal) -> None:
         """Have a rank forked or signalled."""
