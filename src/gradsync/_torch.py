@@ -74,6 +74,27 @@ def runs_grad() -> bool:
     return False
 
 
+def another_half_follows() -> bool:
+    """Whether what runs is `torch.autograd.grad` that keeps its graph, for another one, or a backward, to follow."""
+    return torch._C._autograd._get_current_graph_task_keep_graph() and runs_grad()
+
+
+def splits_backward() -> bool:
+    """Whether torch's pipelining runs the first half of a backward in this thread: that of the inputs.
+
+    The second half goes through `torch.autograd.grad`, past any hook, and is put into `.grad` by hand (2.13: told by
+    the frames).
+    """
+    if "torch.distributed.pipelining._backward" not in sys.modules:
+        return False
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "stage_backward_input":
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Calls `callback` when the backward that runs in this thread ends (not if it raises)."""
     Variable._execution_engine.queue_callback(callback)

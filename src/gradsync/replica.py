@@ -50,9 +50,11 @@ class Replica:
         """Synchronizes what is in `.grad`, without another backward: on all ranks, also where there is nothing.
 
         It takes what backwards inside `no_sync` have left, and what was put there by hand, from
-        `torch.autograd.grad` for example.
+        `torch.autograd.grad` for example, or by pipelines that split a backward; of replicated submodules too.
         """
-        self._engine.synchronise_now()
+        assert isinstance(self, nn.Module)
+        for engine in engines_in(self):
+            engine.synchronise_now()
 
     def skip_round(self) -> None:
         """Instead of a backward, on a rank that has to skip its batch: takes part in the others' round with weight 0.

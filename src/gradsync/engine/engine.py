@@ -29,7 +29,13 @@ from gradsync.engine.reducer import About, Reducer
 from gradsync.engine.roster import Roster
 from gradsync.engine.sparse_rows import check_rows
 from gradsync.engine.uneven import Joining
-from gradsync.errors import HookError, InvalidOptionError, NoProcessGroupError, RosterChangedError
+from gradsync.errors import (
+    HookError,
+    InvalidOptionError,
+    NoProcessGroupError,
+    RosterChangedError,
+    UnfinishedRoundError,
+)
 from gradsync.events import Event, Recorder
 from gradsync.guard import replicas, unsynchronised
 from gradsync.guard.replicas import Comparison
@@ -208,9 +214,22 @@ class Engine:
         return hooked
 
     def _output_reached(self, gradient: Tensor) -> None:
-        if self.roster.faces:
+        if self.roster.faces and not _torch.another_half_follows():
             self._backward.enter()
+        if _torch.splits_backward():
+            self._split_begins()
         self.reducer.output_reached()
+
+    def _split_begins(self) -> None:
+        if self.roster.faces.hidden:
+            raise UnfinishedRoundError(
+                f"rank {self.transport.rank}: a pipeline splits a backward of {type(self.module).__name__} after "
+                "another backward, or reshard(), has put its registered parameters back. The half of the weights would "
+                "miss those that compute. Keep full and split backwards apart, or replicate over a "
+                "process_group instead of a mesh, and without a precision policy."
+            )
+        self.reducer.split_begins()
+        self.roster.faces.take_back()
 
     def _distributed_output_reached(self, context: int, gradient: Tensor) -> None:
         """A backward of torch's RPC: it leaves gradients in its context, where they are reduced at its end."""
@@ -228,6 +247,8 @@ class Engine:
     def _backward_ended(self) -> None:
         """The outermost backward, with or without synchronisation, is over."""
         self._backward.forget()
+        if self.reducer.split:  # second halves follow, which look for the parameters that compute and for their `.grad`
+            return
         self.roster.faces.collect()
         self.roster.faces.end_backward()
 
@@ -289,6 +310,7 @@ class Engine:
         self.reducer.forward_begins()
         if self._round_opens(passed_output=True):
             without_backward.synchronise_now(self.reducer)
+            self.roster.faces.end_backward()
 
     def register_comm_hook(self, state: object, hook: Hook) -> None:
         check_hook(hook)
@@ -469,6 +491,8 @@ class Engine:
                 "is not in, so that a backward here would wait for ranks that have left. Sit this phase out, or move "
                 "the module to a group with this rank, on all of its ranks."
             )
+        if self.roster.faces and _torch.current_graph_task() != _torch.NO_GRAPH_TASK:
+            self._backward.enter()  # perhaps no output was passed
         self.agree_on_changes()
         if self.joining is not None:
             self.joining.round_opens()

@@ -124,9 +124,19 @@ class Face:
         return False
 
     def shows_what_nobody_gave(self) -> bool:
-        return self.registered.grad is not None and not (
-            self._given is not None and self.registered.grad is self._given[1]
+        return self.compute.grad is not None or (
+            self.registered.grad is not None
+            and not (self._given is not None and self.registered.grad is self._given[1])
         )
+
+    def take_back(self) -> None:
+        """Puts what was delivered, or collected, into `.grad` of what computes, for whoever adds to it or scales it."""
+        if not self._folds or self.compute.grad is not None or self.compute.dtype is not self.registered.dtype:
+            return
+        gradient = self.grad
+        if gradient is not None:
+            self.compute.grad = _torch.in_form_of(self.compute, gradient.clone())
+            self.registered.grad = None
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Throws away what is new and what an earlier round left."""
@@ -207,6 +217,11 @@ class Faces:
         """Whether there are any, here or in replicas inside this one."""
         return bool(self._faces or self._inside)
 
+    @property
+    def hidden(self) -> bool:
+        """Whether there are some, and the module shows what is registered."""
+        return bool(self._faces) and not self.computing
+
     def hold(self, faces: Sequence[Face]) -> None:
         """From now on other ones, which are registered."""
         self._faces = faces
@@ -254,6 +269,10 @@ class Faces:
     def zero_grad(self, set_to_none: bool) -> None:
         for face in self._faces:
             face.zero_grad(set_to_none)
+
+    def take_back(self) -> None:
+        for face in self._faces:
+            face.take_back()
 
     def collect(self) -> None:
         """After a backward without synchronisation: gradients go where `zero_grad` finds them."""

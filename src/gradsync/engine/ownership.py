@@ -149,10 +149,11 @@ class Gradients:
         found = []
         for index in self.foreign(among):
             slot = self._slots[index]
-            gradient = slot.registered.grad if isinstance(slot, Face) else slot.grad
+            by_hand = slot.compute.grad if isinstance(slot, Face) else None  # while it computes
+            gradient = by_hand if by_hand is not None else slot.registered.grad if isinstance(slot, Face) else slot.grad
             if gradient is None or not _torch.local(gradient).count_nonzero():
                 continue
-            if not self._delivered_since(index, since):
+            if by_hand is not None or not self._delivered_since(index, since):
                 found.append(index)
             elif not isinstance(slot, Face):
                 self._given[index] = weakref.ref(gradient)

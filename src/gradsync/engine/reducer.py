@@ -124,6 +124,11 @@ class Reducer:
         self._changes: list[Callable[[], None]] = []  # to be made before the next round, when all ranks say so
         self._not_a_round = _torch.NO_GRAPH_TASK  # a backward that `at_open` refused
         self._unfinished: UnfinishedRoundError | None = None
+        self.split = False
+        """Since a pipeline has split a backward, nothing is synchronised until `synchronize_gradients` is called.
+
+        The second half comes past any hook: no round can know that it has it.
+        """
         self._backward = Backward(at_end=self.close_round)
         self._managed: list[Managed] = []
         # Frozen or removed with gradients that were never synchronized.
@@ -178,7 +183,7 @@ class Reducer:
     @property
     def seems_dirty(self) -> bool:
         """Whether there are any; for whoever looks from outside."""
-        return bool(self._arrivals.seen_dirty())
+        return self.split or bool(self._arrivals.seen_dirty())
 
     @property
     def open(self) -> bool:
@@ -187,8 +192,15 @@ class Reducer:
 
     def name_dirty(self, among: Sequence[int]) -> list[str]:
         """Names of dirty parameters among these; those whose gradient was thrown away are not."""
-        dirty = self._arrivals.seen_dirty()
+        dirty = set(among) if self.split else self._arrivals.seen_dirty()
         return [self.specs[i].name for i in among if i in dirty and self._slots[i].grad is not None]
+
+    def split_begins(self) -> None:
+        """A pipeline runs the first half of a backward."""
+        self.split = True
+
+    def halves_are_carried(self) -> None:
+        self.split = False
 
     def name_foreign(self, among: Sequence[int], since: int) -> list[str]:
         """Names of parameters among these whose `.grad` no round has delivered.
@@ -505,7 +517,8 @@ class Reducer:
             task = _torch.current_graph_task()
             if task == self._not_a_round:
                 return None
-            if (self.at_open is not None and not self.at_open(passed_output)) or not self.parameters:
+            refused = self.split or (self.at_open is not None and not self.at_open(passed_output))
+            if refused or not self.parameters:
                 self._not_a_round = task
                 return None
             self.gradients.check_first_order()

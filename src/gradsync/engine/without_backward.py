@@ -22,6 +22,7 @@ def synchronise_now(reducer: Reducer) -> None:
     reducer.dirty.update(may_go)
     reducer.open_round()
     reducer.close_round()
+    reducer.halves_are_carried()
 
 
 def synchronise_tensors(reducer: Reducer, gradients: Sequence[Tensor | None]) -> None:

@@ -256,7 +256,8 @@ def _error(optimizer: Optimizer, rank: int, dirty: list[str], foreign: list[str]
     listed = ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     cure = (
         "Run the last backward before a step outside of no_sync() and with set_requires_gradient_sync(True), and step "
-        "after backward has ended; or call model.synchronize_gradients() on all ranks."
+        "after backward has ended; or call model.synchronize_gradients() on all ranks, also after a pipeline that "
+        "splits backwards."
         if dirty
         else "They did not come from a backward that synchronizes, but from torch.autograd.grad, torch.func or by "
         "hand. Call model.synchronize_gradients() on all ranks before the step: it takes them too."
