@@ -229,8 +229,8 @@ def failing(fault: Callable[[], None], faulty: int, wish: str) -> tuple[str, str
     try:
         found = choose(group, wish, [], own=False)
     finally:
-        assert seconds_since(began) < meeting.HANDSHAKE_SECONDS / 2, "nobody waits for a rank that has said no"
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert seconds_since(began) < meeting.HANDSHAKE_SECONDS / 2, "nobody waits for a rank that has said no"
     module: Any = make("replicate", build(), process_group=group, transport="process_group")
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     module(torch.ones(1, 4) * dist.get_rank()).sum().backward()

@@ -58,7 +58,7 @@ class Face:
         `torch.func.functional_call` puts tensors there for the time of a forward.
         """
         for owner, key in self.sites:
-            there = owner.get(key)
+            there = _held_by(owner, key)
             if there is self.registered:
                 owner[key] = self.compute
             elif there is not None and there is not self.compute:
@@ -70,11 +70,11 @@ class Face:
     def show_registered(self) -> None:
         """Puts back what was there."""
         for owner, key, there, converted in self._converted:
-            if owner.get(key) is converted:
+            if _held_by(owner, key) is converted:
                 owner[key] = there
         self._converted.clear()
         for owner, key in self.sites:
-            if owner.get(key) is self.compute:
+            if _held_by(owner, key) is self.compute:
                 owner[key] = self.registered
 
     def refresh(self) -> None:
@@ -181,6 +181,11 @@ class Face:
         if self._given is None or self._given[0] is not gradient:
             self._given = gradient, _torch.in_form_of(self.registered, gradient)
         self.registered.grad = self._given[1]
+
+
+def _held_by(owner: dict[str, nn.Parameter | None], key: str) -> nn.Parameter | None:
+    """(A script module's table is no dictionary.)"""
+    return owner[key] if key in owner else None  # noqa: SIM401
 
 
 def _shares_memory(first: Tensor, second: Tensor) -> bool:
