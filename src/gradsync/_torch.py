@@ -25,7 +25,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.utils import _apply_to_tensors, _to_kwargs
 
-from gradsync.errors import InvalidOptionError
+from gradsync.errors import InvalidOptionError, NotSupportedError
 
 NO_GRAPH_TASK = -1
 Future = torch._C.Future
@@ -95,9 +95,39 @@ def splits_backward() -> bool:
     return False
 
 
+def check_not_compiled() -> None:
+    """Refuses a backward that runs under compiled autograd: what `at_end_of_backward` was given, it never calls.
+
+    (2.13: it is told by a variable of the module that does it, which is set while its graph runs.)
+    """
+    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+    if compiled is not None and compiled.in_compiled_autograd_region:
+        raise NotSupportedError(
+            "this backward runs under compiled autograd, which does not tell when it is over, so that gradients can't "
+            "be synchronized. Set torch._dynamo.config.compiled_autograd = False, or call backward outside of "
+            "torch._dynamo.compiled_autograd; torch.compile(model) works without. The setting optimize_ddp = "
+            "'python_reducer', which needs it, is for torch's own class: leave it at its default."
+        )
+
+
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Calls `callback` when the backward that runs in this thread ends (not if it raises)."""
     Variable._execution_engine.queue_callback(callback)
+
+
+def compiles() -> bool:
+    """Whether torch.compile was ever used in this process."""
+    return "torch._dynamo" in sys.modules
+
+
+def is_compiled(node: Node) -> bool:
+    """Whether a node of autograd's is a whole graph that torch.compile has made (2.13: told by its name)."""
+    return node.name() == "CompiledFunctionBackward"
+
+
+def made_before(node: Node) -> int:
+    """A number that is smaller for a node made earlier, to which a backward comes later (2.13)."""
+    return node._sequence_nr()
 
 
 def will_accumulate(parameter: Tensor) -> bool:

@@ -126,6 +126,10 @@ class RoundTimeoutError(GradsyncError, RuntimeError):
         self.ranks = list(ranks)
 
 
+class NotSupportedError(GradsyncError, NotImplementedError):
+    """Something of torch's that gradsync can't work with yet."""
+
+
 class ForkedError(GradsyncError, RuntimeError):
     """A process that was forked from a rank tried to take the rank's part."""
 

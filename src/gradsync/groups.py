@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import sys
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -38,9 +42,29 @@ def resolve_group(group: dist.ProcessGroup | None, device_type: str) -> dist.Pro
         # gloo always, for the small things on the CPU; the device's own backend for its tensors.
         backend = "gloo" if device_type == "cpu" else f"cpu:gloo,{device_type}:{_backend_for(device_type)}"
         dist.init_process_group(backend)
+        _end_at_exit()
     default = dist.group.WORLD
     assert default is not None
     return default
+
+
+at_exit: Callable[[], None] | None = None
+"""Ends the group that was made here."""
+
+
+def _end_at_exit() -> None:
+    """Threads of gloo's that are left to the end of the process abort it now and then.
+
+    Not after an exception: other ranks may wait inside a collective.
+    """
+    global at_exit
+    made = weakref.ref(dist.group.WORLD)
+
+    def end() -> None:
+        if dist.is_initialized() and dist.group.WORLD is made() and not hasattr(sys, "last_value"):
+            dist.destroy_process_group()
+
+    at_exit = atexit.register(end)
 
 
 def check_group(name: str, group: object) -> None:

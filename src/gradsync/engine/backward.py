@@ -86,6 +86,28 @@ def _leads_to(node: Node | None, parameters: Sequence[Tensor]) -> bool:
     return False
 
 
+def come_at_once(node: Node | None) -> list[Tensor]:
+    """Parameters whose gradients come together, at the very end of a backward that is now at `node`.
+
+    Those of what torch.compile made one graph of, if that is what backward comes to last: when the first of them is
+    there, all have been computed, and nothing is left to overlap with.
+    """
+    waiting, seen, last = [node], set(), None
+    while waiting:
+        current = waiting.pop()
+        if current is None or current in seen:
+            continue
+        seen.add(current)
+        following = [each for each, _ in current.next_functions]
+        waiting.extend(following)
+        feeds = any(hasattr(each, "variable") for each in following)
+        if feeds and (last is None or _torch.made_before(current) < _torch.made_before(last)):
+            last = current
+    if last is None or not _torch.is_compiled(last):
+        return []
+    return [each.variable for each, _ in last.next_functions if each is not None and hasattr(each, "variable")]
+
+
 def _before_any_of(nodes: set[Node], act: Callable[[], object]) -> None:
     """Calls `act` once, as soon as one of the nodes is about to be evaluated."""
     handles: list[torch.utils.hooks.RemovableHandle] = []

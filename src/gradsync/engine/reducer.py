@@ -35,7 +35,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from gradsync import _torch
 from gradsync.engine.agreement import agree_on_plan
 from gradsync.engine.arrivals import Arrivals
-from gradsync.engine.backward import Backward, accumulates
+from gradsync.engine.backward import Backward, accumulates, come_at_once
 from gradsync.engine.bucket import LARGE, Bucket, make_buckets
 from gradsync.engine.delivery import Delivery, InFlight
 from gradsync.engine.identity import IDENTITY, Identity, Kind, Position, digest, explain
@@ -131,6 +131,7 @@ class Reducer:
         """
         self._backward = Backward(at_end=self.close_round)
         self._managed: list[Managed] = []
+        self._at_once: set[int] = set()  # those that come together when nothing is left to compute
         # Frozen or removed with gradients that were never synchronized.
         self._left_dirty: list[weakref.ref[nn.Parameter]] = []
         # All that were managed at any time. A DTensor is held: torch can't convert one that is referred to weakly.
@@ -339,6 +340,10 @@ class Reducer:
         """Backward came to an output of the module: the first sign of a round."""
         if self.synchronising and (self._round is not None or accumulates(self.computing)):
             self._enter(passed_output=True)
+            node = _torch.current_node()
+            if node is not None and _torch.compiles() and (_torch.is_compiled(node) or not self._arrivals.as_expected):
+                index_of = self._arrivals.index_of
+                self._at_once = {index_of[id(one)] for one in come_at_once(node) if id(one) in index_of}
 
     def replace(self, managed: Sequence[Managed]) -> None:
         """Goes on with other parameters, or with the same ones changed; learns them anew."""
@@ -514,6 +519,7 @@ class Reducer:
         if self._round is not None and self._backward.died():
             self._abandon()  # which raises if other ranks have not
         if self._round is None:
+            _torch.check_not_compiled()
             task = _torch.current_graph_task()
             if task == self._not_a_round:
                 return None
@@ -564,8 +570,9 @@ class Reducer:
             if self._arrivals.bucket_of[arrived] == following and _torch.other_hooks_follow(self.computing[arrived]):
                 self._arrivals.waiting = True
                 return
-            self._launch(opened, following)
-            opened.overlapped += 1
+            overlaps = arrived not in self._at_once
+            self._launch(opened, following, overlaps=overlaps)
+            opened.overlapped += overlaps
         if self.stepper is not None:
             self._deliver_finished(opened)
 
@@ -610,7 +617,7 @@ class Reducer:
         return f"(Round {opened.identity.number}, bucket {number + 1} of {len(self.buckets)}, {holds}.)"
 
     @torch.no_grad()
-    def _launch(self, opened: Round, number: int, extra: Sequence[bool] = ()) -> None:
+    def _launch(self, opened: Round, number: int, extra: Sequence[bool] = (), overlaps: bool = False) -> None:
         bucket = self.buckets[number]
         self._arrivals.progress = self._transport.progress
         now = time.perf_counter()
@@ -625,8 +632,7 @@ class Reducer:
         opened.launched.append(flight)
         self._launches += 1
         if self.recorder is not None:
-            overlapped = self.phase is Phase.OPEN
-            self.recorder(BucketLaunched(opened.identity.number, number, bucket.plan.nbytes, now, overlapped))
+            self.recorder(BucketLaunched(opened.identity.number, number, bucket.plan.nbytes, now, overlaps))
 
     # --- the end of backward -------------------------------------------------------------------
 

@@ -60,6 +60,7 @@ def _watch() -> None:
         torch_modules.register_module_buffer_registration_hook(_registered)
 
 
-def _registered(module: nn.Module, name: str, value: object) -> None:
+def _registered(*_: object) -> None:
+    """Without names for what it is told: dynamo, should it come by, would look into a module that is in the making."""
     global _registrations
     _registrations += 1
