@@ -25,26 +25,13 @@ from gradsync.engine.touched_rows import NO_ROWS, touched_rows
 from gradsync.hooks import comm_hook
 from gradsync.hooks.comm_hook import GradBucket, Hook
 from gradsync.options import Options
-from gradsync.transport.base import RowWork, Transport, Work
+from gradsync.transport.base import Done, RowWork, Transport, Work
 from gradsync.transport.label import Label
 
 _FINE = 2**20  # a weight of one, as an integer
 
 
-class _NotSent:
-    """The work of a bucket that was left out."""
-
-    def wait(self) -> None:
-        return
-
-    def done(self) -> bool:
-        return True
-
-    def differing(self) -> int:
-        return 0
-
-
-_NOT_SENT = _NotSent()
+_NOT_SENT = Done()  # the work of a bucket that was left out
 
 
 class InFlight(NamedTuple):

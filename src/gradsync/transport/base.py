@@ -34,6 +34,22 @@ class Work(Protocol):
         """After `wait`: the bits of the label on which ranks disagree. If there are any, the result is worthless."""
 
 
+class Done:
+    """A work that is over."""
+
+    def __init__(self, differing: int = 0) -> None:
+        self._differing = differing
+
+    def wait(self) -> None:
+        return
+
+    def done(self) -> bool:
+        return True
+
+    def differing(self) -> int:
+        return self._differing
+
+
 class RowWork(Work, Protocol):
     """A sum of matrices under way that have few rows other than zero."""
 

@@ -18,7 +18,7 @@ from gradsync.errors import ReplicaLostError
 from gradsync.options import MIB
 from gradsync.transport import label as labels
 from gradsync.transport import own_group, under_way
-from gradsync.transport.base import Request, SparseWork, Work
+from gradsync.transport.base import Done, Request, SparseWork, Work
 from gradsync.transport.label import UNLABELLED, Label
 from gradsync.transport.start_watch import StartWatch
 from gradsync.transport.store import exchange
@@ -95,7 +95,7 @@ class ProcessGroupTransport:
         elif scale != 1:
             buffer.mul_(scale)
         if self.size == 1:
-            return _Done()
+            return Done()
         places = None
         if label.mask:  # not scaled: a rank of no weight has a say too
             buffer = buffer.as_strided((buffer.numel() + labels.PLACES,), (1,))
@@ -213,17 +213,6 @@ class _InFlight(NamedTuple):
 
     def differing(self) -> int:
         return 0 if self.label is None else labels.read(self.label)
-
-
-class _Done:
-    def wait(self) -> None:
-        return
-
-    def done(self) -> bool:
-        return True
-
-    def differing(self) -> int:
-        return 0
 
 
 class SparseDone(NamedTuple):

@@ -18,7 +18,7 @@ from torch import Tensor
 from gradsync.options import MIB
 from gradsync.transport import label as labels
 from gradsync.transport import symmetric, under_way
-from gradsync.transport.base import Request, RowWork, SparseWork, Work
+from gradsync.transport.base import Done, Request, RowWork, SparseWork, Work
 from gradsync.transport.label import UNLABELLED, Label
 from gradsync.transport.link import Link
 from gradsync.transport.process_group import ProcessGroupTransport, SparseDone, bytes_of
@@ -85,7 +85,7 @@ class SharedMemoryTransport:
             for other in others:
                 total += other
             buffer.copy_(total)
-        return _Summed(differing)
+        return Done(differing)
 
     def _begin(self, found: SymmetricTensor, scale: float, start: int, stop: int, label: Label) -> Work:
         return found.reduce(scale, start, stop, label)
@@ -205,22 +205,6 @@ class _Watching:
     def advance(self) -> bool:
         self._watch.check()
         return False
-
-
-class _Summed:
-    """A sum that is done."""
-
-    def __init__(self, differing: int) -> None:
-        self._differing = differing
-
-    def wait(self) -> None:
-        return
-
-    def done(self) -> bool:
-        return True
-
-    def differing(self) -> int:
-        return self._differing
 
 
 def _scaled(tensor: Tensor, scale: float) -> Tensor:
