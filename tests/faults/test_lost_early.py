@@ -184,11 +184,11 @@ def test_all_hosts_name_the_one_that_was_lost(ranks: Ranks, dead: int, rounds: i
 def stuck_on_another_host(stuck: int) -> None:
     place = f"host {dist.get_rank() // 2}"
     link.location = lambda: place
-    group = dist.new_group(timeout=timedelta(seconds=3))
+    group = dist.new_group(timeout=timedelta(seconds=2))
     module: Any = make("replicate", build(), process_group=group, transport="hierarchical")
     module(torch.ones(2, 4)).sum().backward()
     if dist.get_rank() == stuck:
-        time.sleep(9)
+        time.sleep(7)
         os._exit(0)
     module(torch.ones(2, 4)).sum().backward()
 
