@@ -16,6 +16,7 @@ import atexit
 import contextlib
 import json
 import os
+import sys
 import threading
 import time
 import weakref
@@ -139,6 +140,8 @@ class _Neighbor:
 
 
 def _say_done(gloo: Any) -> None:
+    if sys.is_finalizing():
+        return  # no thread may begin now, and the end of this process says it all
     with contextlib.suppress(RuntimeError):  # nobody is left there to be told
         sent = gloo.send([torch.zeros(1, dtype=torch.uint8)], (gloo.rank() - 1) % gloo.size(), _TAG)
         _in_thread(gloo, sent.wait, lambda: None)

@@ -70,6 +70,8 @@ def by_transport(numel: int, *, wish: str) -> Load:
     group = dist.group.WORLD
     assert group is not None
     transport = choose(group, wish, [])
+    with transport.starting():
+        pass
     (buffer,) = transport.allocate([Request(numel, torch.float32, torch.device("cpu"))])
     return Load(buffer, lambda: transport.reduce(buffer, 1.0).wait())
 
