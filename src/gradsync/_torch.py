@@ -95,6 +95,15 @@ def splits_backward() -> bool:
     return False
 
 
+def leave_to_python() -> None:
+    """Should torch.compile trace this: what calls it, and what follows, is left to Python.
+
+    A hook on what the traced part returns would be forgotten (2.13: on a tensor that is no input of its graph).
+    """
+    if torch.compiler.is_dynamo_compiling():
+        torch._dynamo.graph_break()
+
+
 def check_not_compiled() -> None:
     """Refuses a backward that runs under compiled autograd: what `at_end_of_backward` was given, it never calls.
 

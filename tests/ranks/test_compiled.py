@@ -112,64 +112,45 @@ def test_torchs_python_reducer_makes_no_difference(ranks: Ranks, front: str) -> 
 # --- what the statistics tell ----------------------------------------------------------------------------
 
 
-class Broken(nn.Module):
-    """Two halves that dynamo compiles each by itself."""
+class Halves(nn.Module):
+    """Two halves; `apart`, so that dynamo compiles each by itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, apart: bool) -> None:
         super().__init__()
         self.first, self.second = (nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))) for _ in range(2))
+        self.apart = apart
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
-        torch._dynamo.graph_break()
+        if self.apart:
+            torch._dynamo.graph_break()
         out: Tensor = self.second(x)
         return out
 
 
-def overlap(front: str, how: str) -> None:
-    torch.manual_seed(0)
-    module: Any = Broken()
-    if how == "eager":
-        replica = make(front, module, bucket_cap_mb=0.00001)
-    elif how == "compiled first":
-        half: Any = torch.compile(module, backend=BACKEND)
-        replica = make(front, half, bucket_cap_mb=0.00001)
-    else:
-        replica = torch.compile(make(front, module, bucket_cap_mb=0.00001), backend=BACKEND)
-    for _ in range(4):
-        replica(torch.ones(3, 4)).square().mean().backward()
-    told = gradsync.statistics(replica)
-    assert told.buckets >= 6
-    if how == "eager":  # all but the last
-        assert told.overlapped_buckets == told.buckets - 1
-    else:  # while the first half was computed, the second's were under way; then all of the first's came at once
-        assert 0 < told.overlapped_buckets <= told.buckets // 2
-
-
-@pytest.mark.filterwarnings("ignore")  # dynamo's own
-@FRONTS
-@pytest.mark.parametrize("how", ["eager", "compiled first", "compiled after"])
-def test_overlap_is_told_where_there_is_some(ranks: Ranks, front: str, how: str) -> None:
-    ranks(overlap, 2, front, how, limit=100)
-
-
-def whole(front: str, before: bool) -> int:
-    module: Any = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
-    inner: Any = torch.compile(module, backend=BACKEND) if before else module
-    replica = make(front, inner, bucket_cap_mb=0.00001)
-    called = replica if before else torch.compile(replica, backend=BACKEND)
+def overlap(front: str, how: str, apart: bool) -> None:
+    module: Any = Halves(apart)
+    if how == "compiled first":
+        module = torch.compile(module, backend=BACKEND)
+    replica = make(front, module, bucket_cap_mb=0.00001)
+    called: Any = torch.compile(replica, backend=BACKEND) if how == "compiled after" else replica
     for _ in range(3):
-        called(torch.ones(3, 4)).square().mean().backward()
-    assert gradsync.statistics(replica).buckets > 2
-    return gradsync.statistics(replica).overlapped_buckets
+        output = called(torch.ones(3, 4))
+        assert output._backward_hooks, "backward would pass this output unnoticed"
+        output.square().mean().backward()
+    told = gradsync.statistics(called)
+    assert told.buckets == 12
+    if how == "eager":  # all but the last
+        assert told.overlapped_buckets == 11
+    elif apart:  # while the first half was computed, the second's were under way; then all of the first's came at once
+        assert told.overlapped_buckets == 6
+    else:
+        assert told.overlapped_buckets == 0
 
 
 @pytest.mark.filterwarnings("ignore")  # dynamo's own
 @FRONTS
-@pytest.mark.parametrize("before", [True, False])
-def test_no_overlap_is_told_of_a_graph_that_is_compiled_as_a_whole(ranks: Ranks, front: str, before: bool) -> None:
-    told = ranks(whole, 2, front, before, limit=100)
-    if front == "DistributedDataParallel" and not before:  # dynamo makes a graph of each bucket, and they do overlap
-        assert min(told) > 0
-    else:
-        assert told == [0, 0]
+@pytest.mark.parametrize("apart", [True, False])
+@pytest.mark.parametrize("how", ["eager", "compiled first", "compiled after"])
+def test_overlap_is_told_where_there_is_some(ranks: Ranks, front: str, how: str, apart: bool) -> None:
+    ranks(overlap, 2, front, how, apart, limit=100)

@@ -186,6 +186,7 @@ class Engine:
 
     def after_forward(self, output: object) -> None:
         """Puts a hook on the outputs: backward passes it first, in the outermost backward."""
+        _torch.leave_to_python()
         hooked = False
         try:
             if not self.reducer.forked:
