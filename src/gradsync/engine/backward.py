@@ -30,6 +30,7 @@ class Backward:
         task = _torch.current_graph_task()
         if task in self.met:
             return False
+        _torch.check_not_compiled()
         self.met[task] = False
         _torch.at_end_of_backward(lambda: self._ended(task))
         return True
