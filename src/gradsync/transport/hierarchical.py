@@ -107,9 +107,9 @@ class Bridge:
         self._rank, self._limit = group.rank, group.limit
         self._causes = causes
         self._under_way: list[Any] = []
-        self._gloo = gloo
+        self._held = [gloo]
         if gloo is not None:
-            own_group.release_with(self, gloo, self._under_way)
+            own_group.release_with(self, self._held, self._under_way)
         _bridges.add(self)
 
     def busy(self) -> bool:
@@ -118,9 +118,10 @@ class Bridge:
 
     def send(self, sums: Tensor) -> Any:
         """Starts adding up what the hosts have; None if there is nothing to do."""
-        if self._gloo is None or not sums.numel():
+        gloo = self._held[0]
+        if gloo is None or not sums.numel():
             return None
-        work = self._gloo.allreduce([sums])
+        work = gloo.allreduce([sums])
         self._under_way.append(work)
         return work
 

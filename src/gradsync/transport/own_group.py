@@ -102,14 +102,18 @@ def spares(group: dist.ProcessGroup) -> list[str]:
     return [name for name, spare in _spare.items() if dist.get_process_group_ranks(spare) == ranks]
 
 
-def release_with(owner: object, group: Any, pending: Collection[dist.Work]) -> None:
-    """Ends the connections when `owner` is gone, also if something of it is under way: gloo would wait for that."""
-    weakref.finalize(owner, _release, group, pending, os.getpid())
+def release_with(owner: object, held: list[Any], pending: Collection[dist.Work]) -> None:
+    """Ends the connections in `held` when `owner` is gone, also if something of it is under way: gloo waits for that.
+
+    And before Python ends: threads of gloo's that are left by then abort the process now and then.
+    """
+    weakref.finalize(owner, _release, held, pending, os.getpid())
 
 
-def _release(group: Any, pending: Collection[dist.Work], process: int) -> None:
+def _release(held: list[Any], pending: Collection[dist.Work], process: int) -> None:
     if process != os.getpid():  # a forked child: the connections are its parent's
         return
+    group = held.pop()
     if isinstance(group, dist.ProcessGroup):
         _spare[group.group_name] = group
     elif any(not work.is_completed() for work in pending):

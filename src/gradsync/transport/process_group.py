@@ -52,10 +52,14 @@ class ProcessGroupTransport:
         """Set if nothing was communicated when it was made: raises if other ranks did communicate."""
         self._number = number
         self._watch = watch
-        self._carrier = group if own is None else own
+        self._held = [group if own is None else own]
         self._pending: set[dist.Work] = set()
         if own is not None:
-            own_group.release_with(self, own, self._pending)
+            own_group.release_with(self, self._held, self._pending)
+
+    @property
+    def _carrier(self) -> Any:
+        return self._held[0]
 
     @property
     def watch(self) -> StartWatch | None:
