@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import traceback
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -19,6 +17,7 @@ import gradsync
 from gradsync.errors import ForkedError
 from gradsync.transport import link
 from tests.ranks.small import FRONTS, batch, build, make, mean_gradients, same_everywhere
+from tests.support.children import in_child
 from tests.support.ranks import Ranks
 
 # Python 3.12 and later warn of forks beside threads, which gloo has.
@@ -26,19 +25,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:De
 PLACES = pytest.mark.parametrize(
     ("transport", "size"), [("shared_memory", 2), ("process_group", 2), ("hierarchical", 3)]
 )
-
-
-def in_child(body: Callable[[], None]) -> None:
-    """Runs in a forked child, and fails here if it raises there."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            body()
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
-    assert os.waitpid(pid, 0)[1] == 0, "see the output of this rank"
 
 
 def replica_of(front: str, module: nn.Module, transport: str, **options: Any) -> Any:

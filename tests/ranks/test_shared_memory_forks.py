@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-import traceback
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -20,6 +18,7 @@ import gradsync
 from gradsync.errors import ForkedError, ReplicaLostError
 from tests.ranks.memory import descriptors, transport_of
 from tests.ranks.small import batch, build, make, mean_gradients, same_everywhere
+from tests.support.children import in_child
 from tests.support.outcome import End
 from tests.support.patience import crowding
 from tests.support.ranks import Ranks
@@ -52,19 +51,6 @@ def with_a_data_loader() -> None:
 
 def test_a_data_loader_with_forked_workers(ranks: Ranks) -> None:
     ranks(with_a_data_loader, 2)
-
-
-def in_child(body: Callable[[], None]) -> None:
-    """Runs in a forked child, and fails here if it raises there."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            body()
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
-    assert os.waitpid(pid, 0)[1] == 0, "see the output of this rank"
 
 
 def scribble(replica: nn.Module, wanted: list[Tensor]) -> None:
