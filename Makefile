@@ -27,11 +27,12 @@ check: $(VENV)/.test ## ruff and mypy only
 	$(BIN)/mypy
 
 bench: $(VENV)/.bench ## speed, bandwidth, memory and the engine's own cost, against torch's and MPI (about 30 min)
-	$(BIN)/gradsync bench step
-	-$(BIN)/gradsync bench hosts  # needs root, for network namespaces
-	$(BIN)/gradsync bench bandwidth
-	$(BIN)/gradsync bench footprint
-	$(BIN)/gradsync bench engine
+	$(BIN)/python -m benchmarks step
+	-$(BIN)/python -m benchmarks hosts  # needs root, for network namespaces
+	$(BIN)/python -m benchmarks bandwidth
+	$(BIN)/python -m benchmarks footprint
+	$(BIN)/python -m benchmarks engine
+	$(BIN)/python -m benchmarks watch
 
 conformance: $(VENV)/.test ## torch's own DistributedDataParallel tests against ours
 	$(BIN)/python tests/conformance/check.py

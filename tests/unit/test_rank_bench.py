@@ -1,4 +1,4 @@
-"""The bench itself: what it returns, what it shows when ranks fail, and that it leaves nothing behind."""
+"""The harness itself: what it returns, what it shows when ranks fail, and that it leaves nothing behind."""
 
 import os
 import random
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from tests.support import kernel
 from tests.support.outcome import End, RankFailure
 from tests.support.patience import Stopwatch, seconds_since
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, on_ranks
 from tests.support.stack import read_stack
 
 # Bodies, which run on the ranks.
@@ -275,11 +275,75 @@ def test_a_stopped_rank_has_no_stack(ranks: Ranks) -> None:
     assert "no stack" in str(one)
 
 
+# Tests that run on the ranks themselves.
+
+
+@on_ranks("size")
+def sign(folder: Path, size: int) -> None:
+    assert dist.get_world_size() == size
+    (folder / str(dist.get_rank())).touch()
+
+
+@on_ranks(2, limit=1.0)
+def go_wrong(limit: str) -> None:
+    misbehave(limit)
+
+
+@on_ranks(2, backend=None)
+def expect_a_group() -> None:
+    assert dist.is_initialized()
+
+
+@pytest.mark.parametrize(("scale", "backend"), [(1.0, "one"), (10.0, "ten")], ids=["one", "ten"])
+@pytest.mark.parametrize("limit", [(3,), (4,)], ids=str)
+@on_ranks(2)
+def test_parameters_reach_the_ranks(limit: tuple[int], scale: float, backend: str) -> None:
+    """Even those that are called as options of the decorator are."""
+    assert sum_of_ranks(scale) == {"one": 1.0, "ten": 10.0}[backend]
+    assert os.environ["PYTEST_CURRENT_TEST"].endswith(f"the_ranks[{limit}-{backend}] (call)")
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_the_body_runs_on_every_rank(tmp_path: Path, size: int) -> None:
+    sign(tmp_path, size)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [str(rank) for rank in range(size)]
+
+
+def test_a_test_fails_with_any_of_its_ranks() -> None:
+    with pytest.raises(RankFailure) as failure:
+        go_wrong("assert")
+    text = str(failure.value)
+    assert text.startswith("2 of 2 ranks failed in tests.unit.test_rank_bench.go_wrong")
+    cause = text[: text.index("── rank 0 lost a peer")]
+    assert "rank 1 raised AssertionError: assert 1 == 7" in cause
+    assert "in go_wrong\n    misbehave(limit)\n" in cause
+    assert "support" not in cause
+
+
+def test_options_of_the_decorator() -> None:
+    with pytest.raises(RankFailure, match="rank 1 was stuck"):
+        go_wrong("hang")
+    with pytest.raises(RankFailure, match="2 of 2 ranks failed"):
+        expect_a_group()
+
+
+def test_a_function_inside_of_another_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"<locals>\.body is not at module level"):
+
+        @on_ranks(2)
+        def body() -> None: ...
+
+
+def test_the_fork_server_is_started_ahead_for_them() -> None:
+    """`pytest_collection_finish` looks for this fixture."""
+    assert pytest.mark.usefixtures("ranks").mark in vars(sign)["pytestmark"]
+
+
 # Nothing left behind.
 
 
 def test_a_process_dies_with_its_parent() -> None:
-    """A rank asks for this towards the zygote."""
+    """A rank asks for this towards the fork server."""
     parent = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
     child = (
         "import os, time; from tests.support import kernel; "
@@ -323,7 +387,7 @@ def test_the_stack_of_the_main_thread_is_found_between_others() -> None:
 
 def test_a_run_is_quick(ranks: Ranks) -> None:
     """A generous bound for a busy machine; with little else running it measured 0.08 to 0.1 s."""
-    ranks(say_nothing, 1)  # the zygote may have to start
+    ranks(say_nothing, 1)  # the fork server may have to start
     durations = []
     for _ in range(10):
         began = time.monotonic()

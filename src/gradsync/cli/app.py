@@ -5,7 +5,6 @@ from __future__ import annotations
 import typer
 
 from gradsync._version import __version__
-from gradsync.cli.bench.command import bench
 from gradsync.cli.demo import demo
 
 app = typer.Typer(
@@ -16,7 +15,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,  # a bug should show Python's own traceback
 )
 app.command()(demo)
-app.add_typer(bench, name="bench")
 
 
 def _version(wanted: bool) -> None:

@@ -19,7 +19,7 @@ from gradsync.cli.display import Display, count, make_console, make_display
 from gradsync.cli.history import History
 from gradsync.cli.launch import RankFailed, Ranks
 from gradsync.cli.report import Record
-from gradsync.cli.summary import Summary, summarise
+from gradsync.cli.summary import Summary, summarize
 
 METRICS, SUMMARY, PICTURE = "metrics.jsonl", "summary.json", "loss.png"
 INTERRUPTED = 130  # what a shell reports for Ctrl-C
@@ -144,7 +144,7 @@ class Demo:
                     display.update(self.history)
 
     def _finish(self) -> int:
-        summary = summarise(
+        summary = summarize(
             self.history,
             parameters=self.parameters,
             fingerprints=[self.fingerprints[rank] for rank in range(self.job.ranks)],

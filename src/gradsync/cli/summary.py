@@ -51,7 +51,7 @@ class Summary:
         path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
 
 
-def summarise(history: History, *, parameters: int, fingerprints: list[str], sample: str, seconds: float) -> Summary:
+def summarize(history: History, *, parameters: int, fingerprints: list[str], sample: str, seconds: float) -> Summary:
     return Summary(
         ranks=history.ranks,
         parameters=parameters,
