@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradsync.transport import memory_file
-from gradsync.transport.symmetric import LINE, block_numel, blocks, up
+from gradsync.transport.shares import LINE, block_numel, blocks, round_up
 
 RANKS = st.integers(1, 17)
 ITEMSIZES = st.sampled_from([2, 4, 8])
@@ -59,9 +59,9 @@ def test_shares_are_about_equal(numel: int, ranks: int) -> None:
 
 
 @given(st.integers(0, 10**9), st.integers(1, 10**6))
-def test_up(number: int, multiple: int) -> None:
-    assert up(number, multiple) % multiple == 0
-    assert number <= up(number, multiple) < number + multiple
+def test_round_up(number: int, multiple: int) -> None:
+    assert round_up(number, multiple) % multiple == 0
+    assert number <= round_up(number, multiple) < number + multiple
 
 
 FILES = {

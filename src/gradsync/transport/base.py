@@ -13,12 +13,13 @@ from gradsync.transport.label import UNLABELLED, Label
 
 
 class Request(NamedTuple):
-    """Memory asked for."""
+    """A buffer asked for."""
 
     numel: int
     dtype: torch.dtype
     device: torch.device
-    by_rows: bool = False  # for `reduce_rows`: most of it may never be used
+    reserve: bool = True
+    """Whether there must be memory for all of it at once; not for `reduce_rows`, which may never use most of it."""
 
 
 class Work(Protocol):
@@ -83,10 +84,13 @@ class Transport(Protocol):
 
     @property
     def progress(self) -> Callable[[], None] | None:
-        """To be called now and then while something is under way, by a transport that has no thread for it."""
+        """To be called often while something is under way; None if the transport has threads of its own for that."""
 
     def starting(self) -> AbstractContextManager[None]:
         """Inside, the replica is made, on all ranks. Those that fail or end meanwhile are named, at once."""
+
+    def check_alive(self) -> None:
+        """Raises if a rank is known to be lost; costs next to nothing, and communicates nothing."""
 
     def allocate(self, requests: Sequence[Request]) -> list[Tensor]:
         """Memory for buckets, with anything in it, from which this transport reduces best.
@@ -116,8 +120,8 @@ class Transport(Protocol):
     def broadcast(self, tensors: Sequence[Tensor], source: int) -> None:
         """Overwrites the tensors, of any dtypes, with those of rank `source`."""
 
-    def check_met(self) -> None:
-        """Before the first round: raises if this rank left out a meeting at the start to which the others came."""
+    def check_rendezvous(self) -> None:
+        """Before the first round: raises if this rank skipped the rendezvous at the start and others came to it."""
 
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:
         """Every rank's numbers; all ranks give equally many, each fitting 64 bits."""
@@ -125,9 +129,9 @@ class Transport(Protocol):
     def gather_text(self, text: str) -> list[str]:
         """Every rank's text, of any length."""
 
-    def agree(self, topic: str, text: str, limit: float | None = None) -> list[str]:
+    def exchange_via_store(self, topic: str, text: str, limit: float | None = None) -> list[str]:
         """Every rank's text on a topic, exchanged beside the collectives within `limit` seconds, if given.
 
-        For what some ranks may not know of: those that never bring up the topic are named in a
-        `TimeoutError`, where a collective would get entangled with theirs.
+        For what some ranks may not know of: those that never bring up the topic are named in a `TimeoutError`, where
+        a collective of ours would be matched with whatever collective they start instead.
         """

@@ -1,16 +1,12 @@
 """The ranks of one host, connected by Unix sockets: who is there, who is gone, and wake-ups.
 
-Data does not travel here, only descriptors of memory files and single bytes that wake a sleeping rank. Each
-rank has a socket to each other one. A closed socket is the news that its rank is gone, whatever ended it.
-
-The sockets have abstract names for the moment of connecting: no file, nothing to remove. Such a name ends at a
-container's network namespace, so ranks that could not share memory do not meet either.
+Data does not travel here, only descriptors of memory files and single bytes that wake a sleeping rank. Each rank has a
+socket to each other one, see `handshake.py`. A closed socket is the news that its rank is gone, whatever ended it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hmac
 import os
 import select
 import socket
@@ -21,130 +17,65 @@ import weakref
 from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from pathlib import Path
 
 from gradsync.errors import ForkedError, ReplicaLostError, RoundTimeoutError
-from gradsync.transport.store import PATIENCE, Causes
+from gradsync.transport import progress_engine
+from gradsync.watch.patience import Patience, after_break
+from gradsync.watch.watch import Watch
 
 # A wait first looks without sleeping for so long: ranks in step need less, and waking up takes about as long.
 SPIN = 100e-6
 # However a wake-up may get lost, nobody sleeps longer than this (the first time; later ones grow up to the second).
 NAP, LONGEST_NAP = 1e-3, 50e-3
-RESTLESS_NAP = 1e-3
-# While waiting for a rank to connect, how often to look whether it has said that it can't.
-_LOOK_UP = 0.1
-_BACKLOG = 1024
-# Visitors of this user that may be inside before they have said which rank they are.
-_MOST_SILENT = 64
-_GREETING = struct.Struct("=16sq")
+# While something is under way whose end wakes nobody.
+POLLING_NAP = 1e-3
 _CHANNEL = struct.Struct("=i")
+_LOOK_SECONDS = 0.25  # how often a wait asks the watch
 _MESSAGE = 64 * 1024
 _WAKE = b"w"
-_CREDENTIALS = struct.Struct("3i")
-
-
-def _never(_: Link) -> bool:
-    return False
-
-
-def _nothing() -> None:
-    return None
-
-
-def _nothing_with(_: bool) -> None:
-    return
-
-
-class HandshakeError(Exception):
-    """The ranks of this host could not be connected; the text says who and why."""
-
-
-def location() -> str:
-    """What ranks that can meet here have in common: the running kernel and the network namespace."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}/{Path('/proc/self/ns/net').readlink()}"
-
-
-class Door:
-    """A socket that waits for the other ranks of the host, under a name that nobody guesses."""
-
-    def __init__(self) -> None:
-        self.name = "gradsync-" + os.urandom(12).hex()
-        self.socket = _socket()
-        self.socket.bind("\0" + self.name)
-        self.socket.listen(_BACKLOG)
-
-    def close(self) -> None:
-        self.socket.close()
-
-
-def connect(
-    door: Door,
-    rank: int,
-    names: Mapping[int, str],
-    token: bytes,
-    seconds: float,
-    failed: Callable[[int], bool],
-    causes: Causes | None = None,
-) -> Link:
-    """Connects this rank with those in `names`, which all do the same now; one that has `failed` won't come."""
-    deadline = time.monotonic() + seconds
-    sockets: dict[int, socket.socket] = {}
-    try:
-        for peer in sorted(names):
-            if peer < rank:
-                sockets[peer] = _knock(peer, names[peer], rank, token, seconds)
-        higher = {peer for peer in names if peer > rank}
-        sockets |= _let_in(door.socket, higher, rank, token, deadline, failed)
-        for peer in sorted(names):
-            if peer < rank:
-                _await_welcome(sockets[peer], peer, token, deadline)
-    except BaseException:
-        for one in sockets.values():
-            one.close()
-        raise
-    finally:
-        door.close()
-    return Link(rank, sockets, causes)
 
 
 class Link:
     """This rank's sockets to the other ranks of its host."""
 
-    def __init__(self, rank: int, sockets: Mapping[int, socket.socket], causes: Causes | None = None) -> None:
+    def __init__(self, rank: int, sockets: Mapping[int, socket.socket], watch: Watch | None = None) -> None:
         self.rank = rank
-        self._causes = causes
-        self.peers = sorted(sockets)
-        self.ranks = sorted([rank, *sockets])
-        self.restless: Callable[[Link], bool] = _never
-        """Whether something is under way of whose end no socket here will tell."""
-        self.progress: Callable[[], None] = _nothing
-        """What to do while waiting: work for the others."""
-        self.asleep: Callable[[bool], None] = _nothing_with
-        """Told when this rank goes to sleep, and when it is awake again."""
-        self.forked = False
-        self.troubled = False
-        """Somebody waited in vain: the ranks may no longer agree on what comes next."""
+        self.peers = tuple(sorted(sockets))
+        self.ranks = tuple(sorted([rank, *sockets]))
+        self._watch = watch
+        self._is_forked = self._is_broken = False
         self._sockets = dict(sockets)
+        self._rank_of = {one.fileno(): peer for peer, one in sockets.items()}
+        self._gone: set[int] = set()
         self._inbox: dict[tuple[int, int], deque[tuple[bytes, list[int]]]] = {}  # by rank and channel
         self._channels = 0
         self._sleepers, self._counting = 0, threading.Lock()
-        self.gone: set[int] = set()
-        """Ranks of which it is known that they have ended."""
-        self._rank_of = {one.fileno(): peer for peer, one in sockets.items()}
-        self._looking = threading.Lock()
+        self._sleep_flag: memoryview | None = None
+        self._polling = threading.Lock()
         self._poll = select.poll()
         for one in sockets.values():
             one.setblocking(False)
             self._poll.register(one, select.POLLIN)
-        self._close = weakref.finalize(self, _close_all, tuple(sockets.values()))
+        self._close = weakref.finalize(self, close_all, tuple(sockets.values()))
         self._close.atexit = False  # the kernel closes them; a rank that still works at exit should not lose them
         _links.add(self)
 
-    def wake(self, peers: Iterable[int]) -> None:
-        for peer in peers:
-            with contextlib.suppress(OSError):  # full of wake-ups, or gone: either way there is nobody to wake
-                self._sockets[peer].send(_WAKE, socket.MSG_NOSIGNAL)
+    @property
+    def is_reusable(self) -> bool:
+        """Not once somebody waited in vain: the ranks may no longer agree on what comes next. Nor in a forked child."""
+        return not self._is_broken and not self._is_forked and (self._watch is None or self._watch.lost is None)
+
+    def is_gone(self, rank: int) -> bool:
+        """Whether it is known to have ended."""
+        return rank in self._gone
+
+    def show_sleep_in(self, flag: memoryview) -> None:
+        """From now on the one word of `flag` is not 0 while this rank sleeps: then others have to wake it."""
+        self._sleep_flag = flag
+
+    def wake(self, peer: int) -> None:
+        with contextlib.suppress(OSError):  # full of wake-ups, or gone: either way there is nobody to wake
+            self._sockets[peer].send(_WAKE, socket.MSG_NOSIGNAL)
 
     def open_channel(self) -> int:
         """A number for messages that are not to be mixed up with others, of another thread for example.
@@ -171,7 +102,7 @@ class Link:
         self.wait(sent, limit, lambda: [peer], "room for a message")
 
     def receive(self, peer: int, limit: float, channel: int = 0) -> tuple[bytes, list[int]]:
-        """The next message of a rank, which came with these descriptors."""
+        """The next message of a rank, and the descriptors that came with it."""
         inbox = self._inbox.setdefault((peer, channel), deque())
         self.wait(lambda: bool(inbox), limit, lambda: [peer], "a message")
         return inbox.popleft()
@@ -180,42 +111,55 @@ class Link:
         self,
         ready: Callable[[], bool],
         limit: float,
-        who: Callable[[], list[int]],
+        awaited: Callable[[], list[int]],
         what: str,
-        late: Callable[[], Exception | None] = _nothing,
+        late: Callable[[], Exception | None] | None = None,
     ) -> None:
         """Returns once `ready()`; raises if a rank that is waited for is gone, or takes longer than `limit`.
 
-        `who`: the ranks without which it can't become ready, asked for only when something is wrong. `late`: what to
-        raise if none of them is to blame for the time it took.
+        `awaited`: the ranks without which it can't become ready, asked for only when something is wrong. `late`: what
+        to raise if none of them is to blame for the time it took.
         """
         if ready():
             return
         began = time.monotonic()
         while time.monotonic() - began < SPIN:
-            self.progress()
+            progress_engine.progress()
             if ready():
                 return
             os.sched_yield()
-        nap = NAP
-        while True:
-            with self._asleep():
-                self.progress()
+        nap, look_at, patience = NAP, began + _LOOK_SECONDS, None
+        try:
+            while True:
+                with self._asleep():
+                    # Once more: what came before the others could see that this rank sleeps wakes nobody.
+                    progress_engine.progress()
+                    if ready():
+                        return
+                    self._sleep(POLLING_NAP if progress_engine.needs_polling(self) else nap)
+                progress_engine.progress()
                 if ready():
                     return
-                self._look(RESTLESS_NAP if self.restless(self) else nap)
-            self.progress()
-            if ready():
-                return
-            if self.gone and (lost := self.gone.intersection(who())):
-                raise self._lost(sorted(lost))
-            if time.monotonic() - began > limit:
-                raise late() or self._late(who(), limit, what)
-            nap = min(nap * 1.5, LONGEST_NAP)
+                if self._gone and (lost := self._gone.intersection(awaited())):
+                    raise self._lost(sorted(lost))
+                now = time.monotonic()
+                if self._watch is not None and now > look_at:
+                    patience = patience or Patience(self._watch, limit, what, now - began)
+                    look_at = now + _LOOK_SECONDS
+                    patience.look()
+                if now - began > limit:
+                    raise self._late(awaited(), limit, what, patience, late)
+                nap = min(nap * 1.5, LONGEST_NAP)
+        except (ReplicaLostError, RoundTimeoutError):
+            self._is_broken = True
+            raise
+        finally:
+            if patience is not None:
+                patience.over()
 
     @contextlib.contextmanager
     def _asleep(self) -> Iterator[None]:
-        """Says to the others that this rank may have to be woken; so do other threads of it, perhaps."""
+        """Inside, the others see that this rank may have to be woken; several of its threads may be here at once."""
         self._count_sleepers(1)
         try:
             yield
@@ -225,11 +169,42 @@ class Link:
     def _count_sleepers(self, more: int) -> None:
         with self._counting:
             self._sleepers += more
-            self.asleep(self._sleepers > 0)
+            if self._sleep_flag is not None:
+                self._sleep_flag[0] = self._sleepers > 0
 
-    def check(self) -> None:
+    def _sleep(self, seconds: float) -> None:
+        """Until a socket has something, which is read. Of several threads that wait, one does that."""
+        self.check_not_forked()
+        if not self._polling.acquire(blocking=False):
+            time.sleep(min(seconds, NAP))
+            return
+        try:
+            for descriptor, _ in self._poll.poll(seconds * 1000):
+                self._read(descriptor)
+        finally:
+            self._polling.release()
+
+    def _read(self, descriptor: int) -> None:
+        """Everything that a socket has: messages for the inbox, wake-ups, or the end of its rank."""
+        peer = self._rank_of[descriptor]
+        try:
+            while True:
+                message, descriptors = _receive(self._sockets[peer])
+                if not message:
+                    raise ConnectionResetError
+                if message != _WAKE:
+                    (channel,) = _CHANNEL.unpack_from(message)
+                    inbox = self._inbox.setdefault((peer, channel), deque())
+                    inbox.append((message[_CHANNEL.size :], descriptors))
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._gone.add(peer)
+            self._poll.unregister(descriptor)
+
+    def check_not_forked(self) -> None:
         """Raises in a process that was forked from the rank: the sockets and the memory are the rank's."""
-        if self.forked:
+        if self._is_forked:
             raise ForkedError(
                 f"this process was forked from rank {self.rank}, which alone can take part in rounds. In a child "
                 "(a data loader's worker, for example) use the model without backward."
@@ -238,181 +213,43 @@ class Link:
     def close(self) -> None:
         self._close()
 
-    def _look(self, seconds: float) -> None:
-        """Sleeps until a socket has something, and takes it in. Of several threads that wait, one looks."""
-        self.check()
-        if not self._looking.acquire(blocking=False):
-            time.sleep(min(seconds, NAP))
-            return
-        try:
-            self._take_in(seconds)
-        finally:
-            self._looking.release()
-
-    def _take_in(self, seconds: float) -> None:
-        for descriptor, _ in self._poll.poll(seconds * 1000):
-            peer = self._rank_of[descriptor]
-            try:
-                while True:
-                    message, descriptors = _receive(self._sockets[peer])
-                    if not message:
-                        raise ConnectionResetError
-                    if message != _WAKE:
-                        (channel,) = _CHANNEL.unpack_from(message)
-                        inbox = self._inbox.setdefault((peer, channel), deque())
-                        inbox.append((message[_CHANNEL.size :], descriptors))
-            except BlockingIOError:
-                pass
-            except OSError:
-                self.gone.add(peer)
-                self._poll.unregister(descriptor)
+    def close_in_child(self) -> None:
+        """A forked child keeps no socket open: else nobody would learn of the death of the rank itself."""
+        self._is_forked = True
+        self.close()
 
     def _lost(self, peers: list[int]) -> Exception:
-        if self._causes is not None:
-            peers = self._causes.first(peers)
-        message = (
-            f"rank {self.rank}: rank {_listed(peers)} is gone: the process ended, or gave up its replica. Its own "
-            "output says why. Start the job again from the last checkpoint (torchrun --max-restarts does)."
+        error = ReplicaLostError(
+            f"rank {self.rank}: rank {listed(peers)} is gone: the process ended, or gave up its replica. Its own "
+            "output says why. Start the job again from the last checkpoint (torchrun --max-restarts does).",
+            peers,
         )
-        return self._trouble(ReplicaLostError(message, peers))
+        return error if self._watch is None else after_break(self._watch, error)
 
-    def _late(self, peers: list[int], limit: float, what: str) -> Exception:
-        if self._causes is not None:
-            peers = self._causes.first(peers, min(limit, PATIENCE))
-        message = (
-            f"rank {self.rank}: waited {limit:g} s for {what} from rank {_listed(peers)}, whose process is alive. It "
+    def _late(
+        self,
+        peers: list[int],
+        limit: float,
+        what: str,
+        patience: Patience | None,
+        late: Callable[[], Exception | None] | None,
+    ) -> Exception:
+        if patience is not None:
+            return patience.too_long(peers)
+        return (None if late is None else late()) or RoundTimeoutError(
+            f"rank {self.rank}: waited {limit:g} s for {what} from rank {listed(peers)}, whose process is alive. It "
             "is slow, stuck, or went another way: look at what it does (py-spy dump), or give the process group a "
-            "longer timeout."
+            "longer timeout.",
+            peers,
         )
-        return self._trouble(RoundTimeoutError(message, peers))
 
-    def _trouble(self, error: Exception) -> Exception:
-        self.troubled = True
-        return error
-
-
-# --- the handshake ---------------------------------------------------------------------------------------
-
-
-def _socket() -> socket.socket:
-    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-
-
-def _knock(peer: int, name: str, rank: int, token: bytes, seconds: float) -> socket.socket:
-    connected = _socket()
-    try:
-        connected.settimeout(seconds)
-        connected.connect("\0" + name)
-        _check_user(connected, f"rank {peer}")
-        connected.send(_GREETING.pack(token, rank))
-    except (OSError, HandshakeError) as error:
-        connected.close()
-        if isinstance(error, HandshakeError):
-            raise
-        raise HandshakeError(f"rank {rank} could not reach rank {peer}: {error.strerror or error}") from None
-    return connected
-
-
-def _let_in(
-    door: socket.socket,
-    expected: set[int],
-    rank: int,
-    token: bytes,
-    deadline: float,
-    failed: Callable[[int], bool],
-) -> dict[int, socket.socket]:
-    """Those who come with the token. Others are sent away; one that says nothing does not hold up the rest."""
-    door.setblocking(False)
-    joined: dict[int, socket.socket] = {}
-    silent: dict[int, socket.socket] = {}
-    poll = select.poll()
-    poll.register(door, select.POLLIN)
-
-    def hear(descriptor: int) -> None:
-        visitor = silent.pop(descriptor)
-        poll.unregister(descriptor)
-        peer = _greeted(visitor, token)
-        if peer in expected and peer not in joined:
-            joined[peer] = visitor
-            visitor.send(_GREETING.pack(token, rank))
-        else:
-            visitor.close()
-
-    try:
-        while missing := expected - joined.keys():
-            left = deadline - time.monotonic()
-            found = poll.poll(max(min(left, _LOOK_UP), 0) * 1000)
-            if not found and (left <= 0 or any(map(failed, missing))):
-                raise HandshakeError(f"rank {rank} waited in vain for rank {_listed(sorted(missing))}")
-            for descriptor, _ in found:
-                if descriptor in silent:
-                    hear(descriptor)
-            for visitor in _visitors(door) if any(descriptor == door.fileno() for descriptor, _ in found) else ():
-                silent[visitor.fileno()] = visitor
-                poll.register(visitor, select.POLLIN)
-                if len(silent) > _MOST_SILENT:  # whoever has something to say says it at once
-                    hear(next(iter(silent)))
-    except BaseException as error:
-        _close_all(tuple(joined.values()))
-        if isinstance(error, OSError):
-            raise HandshakeError(f"rank {rank} could not let its peers in: {error.strerror or error}") from None
-        raise
-    finally:
-        _close_all(tuple(silent.values()))
-    return joined
-
-
-def _visitors(door: socket.socket) -> Iterator[socket.socket]:
-    """Those of this user who stand at the door. Others are sent away before they hold a descriptor."""
-    for _ in range(_BACKLOG):
-        try:
-            visitor, _ = door.accept()
-        except BlockingIOError:
-            return
-        visitor.setblocking(False)
-        try:
-            _check_user(visitor, "a visitor")
-        except HandshakeError:
-            visitor.close()
-        else:
-            yield visitor
-
-
-def _greeted(visitor: socket.socket, token: bytes) -> int | None:
-    """The rank of a visitor that has the right token."""
-    try:
-        theirs, peer = _GREETING.unpack(visitor.recv(_GREETING.size))
-    except (OSError, struct.error):
-        return None
-    return int(peer) if hmac.compare_digest(theirs, token) else None
-
-
-def _await_welcome(connected: socket.socket, peer: int, token: bytes, deadline: float) -> None:
-    connected.settimeout(max(deadline - time.monotonic(), 0.001))
-    try:
-        theirs, rank = _GREETING.unpack(connected.recv(_GREETING.size))
-    except (OSError, struct.error):
-        raise HandshakeError(f"rank {peer} did not answer") from None
-    if rank != peer or not hmac.compare_digest(theirs, token):
-        raise HandshakeError(f"rank {peer} answered with a wrong token")
-
-
-def _check_user(connected: socket.socket, name: str) -> None:
-    _, user, _ = _CREDENTIALS.unpack(connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-    if user != os.geteuid():
-        raise HandshakeError(f"{name} belongs to user {user}, this rank to user {os.geteuid()}")
-
-
-# --- small things ----------------------------------------------------------------------------------------
 
 _links: weakref.WeakSet[Link] = weakref.WeakSet()
 
 
 def _in_child() -> None:
-    """A forked child keeps no socket open: else nobody would learn of the death of the rank itself."""
     for link in _links:
-        link.forked = True
-        link.close()
+        link.close_in_child()
 
 
 os.register_at_fork(after_in_child=_in_child)
@@ -435,10 +272,10 @@ def _receive(connected: socket.socket) -> tuple[bytes, list[int]]:
     return message, list(received)
 
 
-def _close_all(sockets: tuple[socket.socket, ...]) -> None:
+def close_all(sockets: Iterable[socket.socket]) -> None:
     for one in sockets:
         one.close()
 
 
-def _listed(ranks: Iterable[int]) -> str:
+def listed(ranks: Iterable[int]) -> str:
     return ", ".join(map(str, ranks))

@@ -1,8 +1,10 @@
 """Memory that all ranks of a host have mapped: a file without a name, gone with the last of them.
 
 The lowest rank makes the file with `memfd_create`, which needs no `/dev/shm` and no name, and passes its descriptor
-on. Each rank then has its own part of it backed by real memory, so that too little of it is an error here and now,
+on. Each rank then has its own section of it backed by real memory, so that too little of it is an error here and now,
 on all ranks, and not a bus error in the middle of a round.
+
+    | header, for all ranks | section of the first rank | section of the second | ...
 """
 
 from __future__ import annotations
@@ -42,54 +44,53 @@ class MemoryFile:
     """Memory that the ranks of a link have in common. Freed when the last tensor over it is."""
 
     def __init__(
-        self, link: Link, header: int, slot: int, limit: float, reserve: bool = True, channel: int = 0
+        self, link: Link, header: int, section: int, limit: float, reserve: bool = True, channel: int = 0
     ) -> None:
-        """All ranks at the same time; `header` bytes in common and `slot` bytes for each of them.
+        """All ranks at the same time; `header` bytes in common and `section` bytes for each of them.
 
-        Without `reserve` each rank sees to it by itself that what it uses of its slot is there.
+        Without `reserve` each rank sees to it by itself that there is memory for what it uses of its section.
         """
-        link.check()
-        ranks = link.ranks
-        self.slot, self.header = slot, header
-        self.size = header + slot * len(ranks)
-        position = ranks.index(link.rank)
-        start = 0 if position == 0 else self.start_of(position)
-        end = self.start_of(position + 1) if reserve else max(start, header)
-        descriptor, problem = _make_or_receive(link, self.size, limit, channel)
+        link.check_not_forked()
+        self.size, self.local_rank = len(link.ranks), link.ranks.index(link.rank)
+        self._header, self._section, self._rank = header, section, link.rank
+        nbytes = self.section_start(self.size)
+        start = 0 if self.local_rank == 0 else self.section_start(self.local_rank)
+        end = self.section_start(self.local_rank + 1) if reserve else max(start, header)
+        descriptor, problem = _make_or_receive(link, nbytes, limit, channel)
         mapped = None
         try:
             if not problem:
-                mapped, problem = _map(descriptor, self.size, start, end)
-            problems = _agree(link, problem, limit, channel)
+                mapped, problem = _map(descriptor, nbytes, start, end)
+            problems = _exchange_problems(link, problem, limit, channel)
         except BaseException:  # a rank is gone, or late
-            _let_go(descriptor, mapped)
+            _discard(descriptor, mapped)
             raise
         if problems or mapped is None:
-            _let_go(descriptor, mapped)
+            _discard(descriptor, mapped)
             raise SharedMemoryError(
-                f"rank {link.rank}: {len(ranks)} ranks asked for {slot:,} bytes of shared memory each, "
-                f"{self.size:,} in all, and could not get them: {'; '.join(problems)}. Give the host or container "
+                f"rank {link.rank}: {self.size} ranks asked for {section:,} bytes of shared memory each, "
+                f"{nbytes:,} in all, and could not get them: {'; '.join(problems)}. Give the host or container "
                 "more memory or the process a higher limit, or pass transport='process_group'."
             )
         self.memory = memoryview(mapped).cast("B")
-        self._rank, self._position, self._descriptor = link.rank, position, descriptor
-        _maps[ctypes.addressof(mapped)] = descriptor, self.size
+        self._descriptor = descriptor
+        _maps[ctypes.addressof(mapped)] = descriptor, nbytes
         weakref.finalize(mapped, _free, ctypes.addressof(mapped)).atexit = False
 
-    def reserve(self, first: int, last: int) -> None:
-        """Backs these bytes of this rank's slot by real memory."""
+    def section_start(self, local_rank: int) -> int:
+        """Where the section of a rank begins."""
+        return self._header + self._section * local_rank
+
+    def reserve(self, first: int, last: int, purpose: str) -> None:
+        """Backs these bytes of this rank's section by real memory."""
         try:
-            os.posix_fallocate(self._descriptor, self.start_of(self._position) + first, last - first)
+            os.posix_fallocate(self._descriptor, self.section_start(self.local_rank) + first, last - first)
         except OSError as error:
             raise SharedMemoryError(
-                f"rank {self._rank}: {last - first:,} bytes of shared memory were needed for a gradient that was sent "
-                f"row by row before, and could not be had: {_explain(error)}. Give the host or container more memory, "
-                "or pass transport='process_group'."
+                f"rank {self._rank}: {last - first:,} bytes of shared memory were needed for {purpose}, and could not "
+                f"be had: {_explain(error)}. Give the host or container more memory, or pass "
+                "transport='process_group'."
             ) from None
-
-    def start_of(self, position: int) -> int:
-        """Where the slot of the rank at this position begins."""
-        return self.header + self.slot * position
 
 
 # --- making one, together --------------------------------------------------------------------------------
@@ -126,15 +127,15 @@ def _make(link: Link, size: int, limit: float, channel: int) -> tuple[int, str]:
         for peer in link.peers:
             link.send(peer, _OFFER.pack(size), limit, [] if problem else [descriptor], channel)
     except BaseException:
-        _let_go(descriptor)
+        _discard(descriptor)
         raise
     if problem:
-        _let_go(descriptor)
+        _discard(descriptor)
         descriptor = -1
     return descriptor, problem
 
 
-def _let_go(descriptor: int, mapped: Mapped | None = None) -> None:
+def _discard(descriptor: int, mapped: Mapped | None = None) -> None:
     if mapped is not None:
         _munmap(ctypes.addressof(mapped), ctypes.sizeof(mapped))
     if descriptor >= 0:
@@ -165,7 +166,7 @@ def _map(descriptor: int, size: int, start: int, end: int) -> tuple[Mapped | Non
     return mapped, ""
 
 
-def _agree(link: Link, problem: str, limit: float, channel: int) -> list[str]:
+def _exchange_problems(link: Link, problem: str, limit: float, channel: int) -> list[str]:
     """What went wrong on any rank, told to all."""
     leader = link.ranks[0]
     if problem and not problem.startswith("rank"):

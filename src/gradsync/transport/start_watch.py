@@ -28,41 +28,46 @@ import torch
 from gradsync import _torch
 from gradsync._torch import Store
 from gradsync.errors import ReplicaLostError
+from gradsync.transport import progress_engine
+from gradsync.transport.link import Link
 
 # What was sent before a rank ended may still be on its way, and is waited for so long.
 GRACE = 0.3
 EXPLAIN_SECONDS = 2.0
 # How often to look into the store.
-_LOOK = 0.05
+_CHECK_SECONDS = 0.05
 _TAG = 0x67720001
 _SHOWN = 600  # characters of another rank's error
 
 
 class StartWatch:
-    """One rank's part in it."""
+    """Of one rank: watches its neighbor, and passes on what any rank has reported."""
 
     def __init__(self, gloo: Any, store: Store, number: int) -> None:
         """All ranks at the same time; `number`: how often they have done so before."""
         self._rank, self._size = gloo.rank(), gloo.size()
-        self._store, self._key = store, f"gradsync/start/{number}/trouble"
-        self._look_at = self._since = 0.0
-        self._neighbor = _Neighbor(gloo)
-        self.end = weakref.finalize(self, _say_done, gloo)
+        self._store, self._key = store, f"gradsync/start/{number}/failure"
+        self._next_check = self._known_since = 0.0
+        self._neighbor_ended = _watch_neighbor(gloo)
+        self._end = weakref.finalize(self, _say_done, gloo)
+        self._end.atexit = False
+
+    def end(self) -> None:
         """This rank's replica is made, or was given up."""
-        self.end.atexit = False
+        self._end()
 
     def check(self) -> None:
         """Raises if a rank is known to have ended, or to have failed, and what it sent before must have come."""
         now = time.monotonic()
-        if now < self._look_at:
+        if now < self._next_check:
             return
-        self._look_at = now + _LOOK
-        if self._neighbor.ended:
-            self._tell({"rank": (self._rank + 1) % self._size})
+        self._next_check = now + _CHECK_SECONDS
+        if self._neighbor_ended.is_set():
+            self._report({"rank": (self._rank + 1) % self._size})
         if not self._store.check([self._key]):
             return
-        self._since = self._since or now
-        if now - self._since >= GRACE:
+        self._known_since = self._known_since or now
+        if now - self._known_since >= GRACE:
             raise self._error(json.loads(self._store.get(self._key)))
 
     def explain(self) -> None:
@@ -70,46 +75,51 @@ class StartWatch:
         deadline = time.monotonic() + EXPLAIN_SECONDS
         while time.monotonic() < deadline:
             self.check()
-            time.sleep(_LOOK)
+            time.sleep(_CHECK_SECONDS)
 
     @contextlib.contextmanager
-    def starting(self) -> Iterator[None]:
-        """Inside, a replica is made."""
+    def starting(self, link: Link | None = None) -> Iterator[None]:
+        """Inside, a replica is made. With a link, whoever waits on it meanwhile checks for lost ranks too."""
+        check = None if link is None else _CheckWhileWaiting(self, link)
         try:
-            with self.telling():
+            with self.reporting_failure():
+                if check is not None:
+                    progress_engine.begin(check)
                 yield
         finally:
+            if check is not None:
+                progress_engine.abandon(check)
             self.end()
 
     @contextlib.contextmanager
-    def telling(self) -> Iterator[None]:
+    def reporting_failure(self) -> Iterator[None]:
         """What fails inside, here alone, is told to the other ranks: they don't wait."""
         try:
             yield
         except ReplicaLostError as error:
             with contextlib.suppress(RuntimeError):
                 if error.ranks:
-                    self._tell({"rank": error.ranks[0]})
-            if (trouble := self._trouble()) is not None:  # which says why, if that rank has said it
-                raise self._error(trouble) from None
+                    self._report({"rank": error.ranks[0]})
+            if (failure := self._reported()) is not None:  # which says why, if that rank has said it
+                raise self._error(failure) from None
             raise
         except Exception as error:
             with contextlib.suppress(RuntimeError):
-                self._tell({"rank": self._rank, "why": f"{type(error).__name__}: {error}"[:_SHOWN]})
+                self._report({"rank": self._rank, "why": f"{type(error).__name__}: {error}"[:_SHOWN]})
             raise
 
-    def _trouble(self) -> dict[str, Any] | None:
+    def _reported(self) -> dict[str, Any] | None:
         with contextlib.suppress(RuntimeError):
             if self._store.check([self._key]):
                 found: dict[str, Any] = json.loads(self._store.get(self._key))
                 return found
         return None
 
-    def _tell(self, trouble: dict[str, object]) -> None:
-        self._store.compare_set(self._key, "", json.dumps(trouble))  # the first one counts
+    def _report(self, failure: dict[str, object]) -> None:
+        self._store.compare_set(self._key, "", json.dumps(failure))  # the first one counts
 
-    def _error(self, trouble: dict[str, Any]) -> ReplicaLostError:
-        lost, why = trouble["rank"], trouble.get("why")
+    def _error(self, failure: dict[str, Any]) -> ReplicaLostError:
+        lost, why = failure["rank"], failure.get("why")
         what = (
             f"could not replicate its module: {why}" if why else "is gone: its process ended. Its own output says why"
         )
@@ -120,23 +130,30 @@ class StartWatch:
         )
 
 
-class _Neighbor:
-    """The next rank, as a receive from it shows it."""
+class _CheckWhileWaiting:
+    """A step of the progress engine that is never done: those who wait run it."""
 
-    def __init__(self, gloo: Any) -> None:
-        self.ended = False
-        me = weakref.ref(self)
-        try:
-            pending = gloo.recv([torch.zeros(1, dtype=torch.uint8)], (gloo.rank() + 1) % gloo.size(), _TAG)
-        except RuntimeError:
-            self.ended = True  # before we came
-            return
+    def __init__(self, watch: StartWatch, link: Link) -> None:
+        self._watch, self._link = watch, link
 
-        def failed() -> None:
-            if (neighbor := me()) is not None:
-                neighbor.ended = True
+    def advance(self) -> bool:
+        self._watch.check()
+        return False
 
-        _in_thread(gloo, pending.wait, failed)
+    def needs_polling(self, link: object) -> bool:
+        return link is not self._link
+
+
+def _watch_neighbor(gloo: Any) -> threading.Event:
+    """Set when the next rank has ended, as a receive from it shows it."""
+    ended = threading.Event()
+    try:
+        pending = gloo.recv([torch.zeros(1, dtype=torch.uint8)], (gloo.rank() + 1) % gloo.size(), _TAG)
+    except RuntimeError:
+        ended.set()  # before we came
+    else:
+        _in_thread(gloo, pending.wait, ended.set)
+    return ended
 
 
 def _say_done(gloo: Any) -> None:
@@ -167,7 +184,7 @@ def _in_thread(gloo: Any, wait: Callable[[], object], failed: Callable[[], None]
 
 
 @atexit.register
-def _let_go() -> None:
+def _end_threads() -> None:
     """A thread that comes back from gloo while Python ends would abort the process (up to Python 3.12)."""
     for thread, (gloo, process) in list(_waiting.items()):
         if process == os.getpid():  # a forked child has the connections, but not the thread

@@ -1,0 +1,67 @@
+"""Buffers that lie in shared memory, and how they are found again when somebody reduces them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from torch import Tensor
+
+from gradsync.transport import summation
+from gradsync.transport.base import Request
+from gradsync.transport.host_memory import HostMemory
+from gradsync.transport.slot_sums import SlotSums
+from gradsync.transport.symmetric_tensor import SymmetricTensor
+
+
+class Found(NamedTuple):
+    """Where a buffer is: elements `start` to `stop` of this rank's slot."""
+
+    sums: SlotSums
+    start: int
+    stop: int
+
+
+class SharedBuffers:
+    """The buffers of one transport. Each is forgotten with the last tensor over it."""
+
+    def __init__(self, host: HostMemory, channel: int, room: int = 0) -> None:
+        """`room`: elements behind each buffer that are the transport's."""
+        self._host, self._channel, self._room = host, channel, room
+        self._sums: dict[int, SlotSums] = {}  # by the address of this rank's slot
+
+    def allocate(
+        self, requests: Sequence[Request], otherwise: Callable[[Sequence[Request]], list[Tensor]]
+    ) -> list[Tensor]:
+        """All ranks together. What can't be summed in shared memory comes from `otherwise`.
+
+        What is not to be reserved has a file of its own, which takes memory as it is used.
+        """
+        suitable = [one.device.type == "cpu" and summation.can_sum(one.dtype) for one in requests]
+        made: dict[bool, Iterator[SymmetricTensor]] = {}
+        for reserve in (True, False):
+            wanted = [
+                (one.numel + self._room, one.dtype)
+                for one, is_suitable in zip(requests, suitable, strict=True)
+                if is_suitable and one.reserve == reserve
+            ]
+            made[reserve] = iter(self._host.allocate(wanted, reserve, self._channel) if wanted else [])
+        others = iter(otherwise([one for one, is_suitable in zip(requests, suitable, strict=True) if not is_suitable]))
+        return [
+            self._register(next(made[one.reserve]))[: one.numel] if is_suitable else next(others)
+            for one, is_suitable in zip(requests, suitable, strict=True)
+        ]
+
+    def _register(self, made: SymmetricTensor) -> Tensor:
+        address = made.slot().data_ptr()
+        self._sums[address] = SlotSums(self._host, made)
+        return made.release_with_slot(partial(self._sums.pop, address, None))
+
+    def find(self, buffer: Tensor) -> Found | None:
+        """None: it is no part of what was allocated here."""
+        sums = self._sums.get(buffer.untyped_storage().data_ptr()) if buffer.device.type == "cpu" else None
+        if sums is None:
+            return None
+        start = int(buffer.storage_offset())
+        return Found(sums, start, start + buffer.numel())
