@@ -1,18 +1,25 @@
-"""Where a backward begins and where it really ends.
+"""What autograd tells: where a backward begins and where it really ends, and when a gradient has arrived.
 
 Autograd can call back at the end of a backward, but a callback queued inside a nested backward
 (reentrant checkpointing starts those) fires when the nested one ends. A round belongs to the
 outermost backward, so each backward that is met gets a callback, and only the outermost one's
 counts: it is the one during which no autograd node is being evaluated.
+
+An arrival: autograd has accumulated into a parameter's `.grad`. Hooks are armed from construction on and never ask how
+backward was reached: through `forward`, another method, a submodule or a loss on the parameters themselves.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
+from torch.utils.hooks import RemovableHandle
 
 from gradsync import _torch
 
@@ -120,3 +127,53 @@ def _before_any_of(nodes: set[Node], act: Callable[[], object]) -> None:
             handles.pop().remove()
 
     handles.extend(node.register_prehook(hook) for node in nodes)
+
+
+class Listener(Protocol):
+    """`TrainingStep`, as seen from here."""
+
+    def gradient_arrived(self, leaf: Tensor) -> None:
+        """Autograd has accumulated into it."""
+
+    def gradient_comes(self, identity: int) -> None:
+        """Autograd is about to accumulate into the leaf of this `id`."""
+
+
+def arm(listener: Listener, leaves: Sequence[Tensor], before: bool = False) -> Callable[[], object]:
+    """Tells of arrivals, and with `before` of what is about to arrive, until the function that it returns is called.
+
+    The listener is held weakly: a parameter may outlive its engine, and then the hooks are removed. All leaves share
+    one function: a closure for each costs half a microsecond more an arrival, in cache misses.
+    """
+    reference = weakref.ref(listener)
+
+    def arrived(leaf: Tensor) -> None:
+        me = reference()
+        if me is not None:
+            me.gradient_arrived(leaf)
+
+    handles = [leaf.register_post_accumulate_grad_hook(arrived) for leaf in leaves]
+    if before:
+        handles += _before(reference, leaves)
+    return weakref.finalize(listener, _remove, handles)
+
+
+def arm_before(listener: Listener, leaves: Sequence[Tensor]) -> Callable[[], object]:
+    """The same, of what is about to arrive only."""
+    return weakref.finalize(listener, _remove, _before(weakref.ref(listener), leaves))
+
+
+def _before(listener: weakref.ref[Listener], leaves: Sequence[Tensor]) -> list[RemovableHandle]:
+    return [leaf.register_hook(partial(_tell_before, listener, id(leaf))) for leaf in leaves]
+
+
+def _tell_before(listener: weakref.ref[Listener], identity: int, gradient: Tensor) -> None:
+    """(Not with the leaf itself, which would keep it alive, nor weakly: torch can't convert a DTensor then.)"""
+    me = listener()
+    if me is not None:
+        me.gradient_comes(identity)
+
+
+def _remove(handles: list[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()

@@ -5,9 +5,9 @@ writes there, summed over the ranks, answers for free what would otherwise need 
 
     usage[i]  1 if this rank has a gradient for the bucket's i-th parameter (it is dirty)
     weight    1; every rank's buffer is scaled by its weight on the way, so the sum is the total weight
-    extra     only in the last bucket, see `reducer.py`: what concerns the whole round
+    flags     only in the last bucket, see `Round.launch_rest`: what concerns the whole round
 
-All slots are scaled along with the data. "Used by somebody" is therefore "greater than zero".
+All elements of it are scaled along with the data. "Used by somebody" is therefore "greater than zero".
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from torch import Tensor
 
 from gradsync import _torch
 from gradsync.engine.plan import BucketPlan, Spec
-from gradsync.transport.base import Request, Transport
+from gradsync.engine.reduce_config import Scaling
+from gradsync.transport.base import Transport, Work
+from gradsync.transport.label import Label
 
 # References to something in a list while `map` looks at it: two, the list's and the call's.
 _OURS = next(map(sys.getrefcount, [object()]))
@@ -57,8 +59,8 @@ class Bucket:
     def _list_storages(self) -> list[int]:
         return [_torch.storage_of(tensor) for tensor in (self.buffer, *self._flats)]
 
-    def take_back(self) -> None:
-        """Before a round: views that somebody has made something else of are theirs, and there are others instead.
+    def renew_views(self) -> None:
+        """Before a round: replaces views that the user has pointed elsewhere or modified.
 
         By `grad.data = ...`, `grad.set_(...)`, `grad.share_memory_()` or `grad.requires_grad_()`, for example.
         """
@@ -76,11 +78,11 @@ class Bucket:
         self._storages = self._list_storages()
 
     def let_go(self, gradients: Sequence[Tensor | None]) -> bool:
-        """Before a round writes here: makes sure that nobody else has the memory, as who keeps a gradient may.
+        """Before a round writes here: gives gradients that somebody has kept memory of their own.
 
         `gradients`: a list of what `.grad` is now, of all parameters. What still is one is written to: that is what
-        adding to it means. Who holds one of the other views gets memory of its own. Whoever has another tensor over
-        such memory can't be found: then this is False.
+        adding to it means. Somebody may have another tensor over the same memory, which can't be found: then this is
+        False.
         """
         counts = list(map(sys.getrefcount, self.views))
         if max(counts, default=0) > _OURS:
@@ -128,19 +130,54 @@ class Bucket:
 
     def _fill_run(self, start: int, stop: int, stretch: Tensor, gradients: list[Tensor | None]) -> bool:
         if any(map(is_, self.views[start:stop], gradients)):
-            return False  # some are there already, for example when they were accumulated without synchronisation
+            return False  # some are there already, for example when they were accumulated without synchronization
         if any(gradient is None or gradient.layout is not torch.strided for gradient in gradients):
             return False
         return _torch.cat_into(stretch, gradients)  # type: ignore[arg-type]
 
-    def write_tail(self, used: Sequence[bool], extra: Sequence[bool] = ()) -> None:
+    def send(
+        self,
+        gradients: list[Tensor | None],
+        used: Sequence[bool],
+        scaling: Scaling,
+        transport: Transport,
+        label: Label,
+        all_of_it: bool,
+    ) -> Work:
+        """Fills the bucket, whose tail is written, and starts the sum over the ranks.
+
+        `all_of_it`: somebody looks at the whole bucket afterwards, which matters to other kinds of buckets.
+        """
+        self.fill(gradients)
+        self.split_unused(gradients, used, scaling)
+        return transport.reduce(self.buffer, scaling.factor, label)
+
+    def send_nothing(self, scaling: Scaling, transport: Transport, label: Label) -> Work:
+        """Takes part in the sum with zeros."""
+        self.buffer.zero_()
+        return transport.reduce(self.buffer, scaling.factor, label)
+
+    def result(self, work: Work) -> Tensor | None:
+        """After the work: where the sum is, if it is not in the bucket."""
+        return None
+
+    def split_unused(self, gradients: Sequence[Tensor | None], used: Sequence[bool], scaling: Scaling) -> None:
+        """Divides what all ranks have in common by their number: N ranks bring it. See `TrainingStep`."""
+        if scaling.multiplicity == 1:
+            return
+        every = zip(self.views, gradients, used, strict=True)
+        common = [view for view, gradient, is_used in every if gradient is not None and not is_used]
+        if common:
+            torch._foreach_div_(common, scaling.multiplicity)
+
+    def write_tail(self, used: Sequence[bool], flags: Sequence[bool] = ()) -> None:
         """Fills the tail with what this rank has to say."""
         if all(used):  # the usual case, without a list of ones
             self.tail.fill_(1)
-            if extra:
-                self.tail[len(used) + 1 :] = torch.tensor(extra, dtype=torch.float32)
+            if flags:
+                self.tail[len(used) + 1 :] = torch.tensor(flags, dtype=torch.float32)
         else:
-            self.tail.copy_(torch.tensor([*used, True, *extra], dtype=torch.float32))
+            self.tail.copy_(torch.tensor([*used, True, *flags], dtype=torch.float32))
 
     def read_usage(self) -> list[bool]:
         """For each place, whether any rank had a gradient for it."""
@@ -148,39 +185,25 @@ class Bucket:
 
     def usage_shares(self) -> list[float]:
         """For each place, how much weight the ranks that had a gradient for it have together."""
-        return self._slots(0, len(self.plan.places))
+        return self._read_tail(0, len(self.plan.places))
 
     @property
     def weight(self) -> Tensor:
         """The sum of all ranks' scales, where it is."""
-        slot = self.tail[len(self.plan.places)]
-        return slot.real if slot.is_complex() else slot
+        found = self.tail[len(self.plan.places)]
+        return found.real if found.is_complex() else found
 
     def read_weight(self) -> float:
         """The same as a number; on a GPU this waits for the reduction."""
         return self.weight.item()
 
-    def read_extra(self) -> list[bool]:
-        """For each extra slot, whether any rank set it."""
-        return [value != 0 for value in self._slots(len(self.plan.places) + 1, len(self.tail))]
+    def read_flags(self) -> list[bool]:
+        """For each flag, whether any rank set it."""
+        return [value != 0 for value in self._read_tail(len(self.plan.places) + 1, len(self.tail))]
 
-    def _slots(self, start: int, end: int) -> list[float]:
-        slots = self.tail[start:end]
-        return (slots.real if slots.is_complex() else slots).tolist()
-
-
-def make_buckets(
-    plans: Sequence[BucketPlan], specs: Sequence[Spec], transport: Transport, extra: int = 0
-) -> list[Bucket]:
-    """The buckets of a plan, the last one with `extra` slots in its tail."""
-    tails = [len(plan.places) + 1 for plan in plans]
-    tails[-1] += extra
-    requests = [
-        Request(plan.numel + tail, plan.dtype, plan.device, plan.by_rows)
-        for plan, tail in zip(plans, tails, strict=True)
-    ]
-    buffers = transport.allocate(requests)
-    return [Bucket(plan, specs, buffer) for plan, buffer in zip(plans, buffers, strict=True)]
+    def _read_tail(self, start: int, end: int) -> list[float]:
+        found = self.tail[start:end]
+        return (found.real if found.is_complex() else found).tolist()
 
 
 def _fill_places(views: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.futures import Future
 
-from gradsync.engine.left_out import LeftOut
-from gradsync.engine.tables import Tables
+from gradsync.engine.module_names import IgnoredTensors, named_buffers
+from gradsync.engine.module_snapshot import ModuleSnapshot
 from gradsync.guard.fingerprint import digest
 from gradsync.options import Options
 from gradsync.transport.base import Transport
@@ -43,44 +43,40 @@ class Buffers:
     ) -> None:
         self._modules = modules
         self._training = modules[0]  # whose mode counts
-        self.transport = transport
-        self.options = options
-        self._ignored = LeftOut(modules, ignored)
+        self._transport = transport
+        self._options = options
+        self._ignored = IgnoredTensors(modules, ignored)
         self._hook: tuple[object, BufferHook, BufferHookLocation] | None = None
-        self.joined: bool | None = None
-        """In a `Join` context: whether this rank has run out of data. Its buffers don't count then."""
+        self._out_of_data: bool | None = None
         self._stale = False  # a round closed since the last exchange before evaluation
         self._kinds: dict[str, str] = {}
         self._read()
-        self.agreed()
+        self.settle()
 
     def named(self) -> list[tuple[str, Tensor]]:
         """All buffers that are not ignored; modules replace them freely."""
         # `module.to()` replaces buffers without telling anybody.
-        if self._structure.changed() or self._registered.changed() or self._registered.replaced():
+        if self._structure.look_for_changes() or self._registered.look_for_changes() or self._registered.replaced():
             self._read()
         return self._named
 
     def _read(self) -> None:
-        self._structure, self._registered = Tables(self._modules, "_modules"), Tables(self._modules, "_buffers")
-        named: dict[str, Tensor] = {}
-        for number, module in enumerate(self._modules):
-            prefix = f"{number}." if len(self._modules) > 1 else ""
-            named |= {prefix + name: buffer for name, buffer in module.named_buffers()}
-        self._named = self._ignored.without(named.items())
+        self._structure = ModuleSnapshot(self._modules, "_modules")
+        self._registered = ModuleSnapshot(self._modules, "_buffers")
+        self._named = self._ignored.without(named_buffers(self._modules))
         kinds = {name: f"buffer {list(one.shape)} {one.dtype}" for name, one in self._named}
         if kinds != self._kinds:  # else the same object, which is compared more quickly
             self._kinds = kinds
 
-    def changed(self) -> bool:
+    def look_for_changes(self) -> bool:
         """Whether there are other buffers, or in other forms, than all ranks had."""
-        if self.options.buffers == "never":
+        if self._options.buffers == "never":
             return False
-        if self._structure.changed() or self._registered.changed():
+        if self._structure.look_for_changes() or self._registered.look_for_changes():
             self._read()
         return self._kinds is not self._agreed
 
-    def agreed(self) -> None:
+    def settle(self) -> None:
         """All ranks have the same buffers as this one now."""
         self._agreed = self._kinds
         self._agreed_on = WeakSet(submodule for module in self._modules for submodule in module.modules())
@@ -91,7 +87,7 @@ class Buffers:
         `with_values`: parameters were changed too. New buffers beside them, as a mask for pruning, must then have the
         same values; those of new modules may have been written to by a forward, as statistics are.
         """
-        if self.options.buffers == "never":
+        if self._options.buffers == "never":
             return ""
         beside = {id(one) for submodule in self._agreed_on for one in submodule.buffers(recurse=False)}
         rows = []
@@ -104,10 +100,21 @@ class Buffers:
         """From now on `hook(state, {name: buffer})` does the work, around each training forward."""
         self._hook = state, hook, location
 
+    def set_out_of_data(self, flag: bool | None) -> None:
+        """Whether this rank has run out of data, where ranks may: its buffers don't count then. None: none may."""
+        self._out_of_data = flag
+
+    def set_options(self, options: Options) -> None:
+        self._options = options
+
+    def move_to(self, transport: Transport) -> None:
+        """Goes on over another group."""
+        self._transport = transport
+
     # --- moments of a step -----------------------------------------------------------------------
 
     def before_forward(self) -> None:
-        if self.options.buffers == "evaluation" and self._stale and not self._training.training:
+        if self._options.buffers == "evaluation" and self._stale and not self._training.training:
             self._stale = False
             self.take_over()
         self._run_hook(BufferHookLocation.PRE_FORWARD)
@@ -119,9 +126,9 @@ class Buffers:
         self._stale = True
         if self._hook is not None:
             return
-        if self.options.buffers == "round":
+        if self._options.buffers == "round":
             self.take_over()
-        elif self.options.buffers == "average":
+        elif self._options.buffers == "average":
             self._average()
 
     # --- inside ----------------------------------------------------------------------------------
@@ -130,26 +137,28 @@ class Buffers:
         """Overwrites this rank's buffers with those of the source rank, rank 0 unless chosen otherwise."""
         buffers = [buffer for _, buffer in self.named()]
         if buffers:
-            self.transport.broadcast(buffers, self._source())
+            self._transport.broadcast(buffers, self._source())
 
     def _source(self) -> int:
-        if self.joined is None:
-            return self.options.buffers_from
-        going_on = [rank for rank, (joined,) in enumerate(self.transport.gather([int(self.joined)])) if not joined]
-        return going_on[0] if going_on else self.options.buffers_from
+        if self._out_of_data is None:
+            return self._options.buffers_from
+        going_on = [
+            rank for rank, (joined,) in enumerate(self._transport.gather([int(self._out_of_data)])) if not joined
+        ]
+        return going_on[0] if going_on else self._options.buffers_from
 
     def _average(self) -> None:
         """Floating buffers become their mean; counters and the like are taken over from the source rank."""
         named = self.named()
         rest = [buffer for _, buffer in named if not buffer.is_floating_point()]
-        self.transport.broadcast(rest, self.options.buffers_from)
+        self._transport.broadcast(rest, self._options.buffers_from)
         by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for _, buffer in named:
             if buffer.is_floating_point() and buffer.numel():
                 by_kind.setdefault((buffer.dtype, buffer.device), []).append(buffer)
         for group in by_kind.values():
             flat = torch.cat([buffer.detach().reshape(-1) for buffer in group])
-            self.transport.reduce(flat, 1 / self.transport.size).wait()
+            self._transport.reduce(flat, 1 / self._transport.size).wait()
             for buffer, mean in zip(group, flat.split([b.numel() for b in group]), strict=True):
                 buffer.data.copy_(mean.view(buffer.shape))
 

@@ -17,7 +17,7 @@ def check_local(value: object) -> None:
         if _torch.is_remote(part):
             raise UnsuitableModuleError(
                 "forward returned a remote reference (RRef) to a value in another process, and its backward would not "
-                "be synchronised. Return the tensor, or RRef(tensor) made in this process, and send it on afterwards."
+                "be synchronized. Return the tensor, or RRef(tensor) made in this process, and send it on afterwards."
             )
 
 

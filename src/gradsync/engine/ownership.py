@@ -20,10 +20,9 @@ from torch import Tensor
 
 from gradsync import _torch
 from gradsync.engine.bucket import Bucket
-from gradsync.engine.delivery import InFlight
-from gradsync.engine.face import Face
-from gradsync.engine.roster import HasGrad, Managed
-from gradsync.engine.second_order import second_order_error
+from gradsync.engine.compute_parameter import ComputeParameter
+from gradsync.engine.in_flight import InFlight, second_order_error
+from gradsync.engine.managed_parameters import HasGrad, Managed
 
 _grad = attrgetter("grad")
 # References to a gradient while it is looked at, besides the parameter's: the list's, the loop's and the call's.
@@ -33,15 +32,15 @@ _USUAL = 3
 class Gradients:
     """What is in `.grad` of a list of parameters, between rounds."""
 
-    def __init__(self, slots: Sequence[HasGrad], as_view: bool) -> None:
-        self._slots = list(slots)
-        self._faces = any(isinstance(slot, Face) for slot in slots)
+    def __init__(self, holders: Sequence[HasGrad], as_view: bool) -> None:
+        self._holders = list(holders)
+        self._compute_parameters = any(isinstance(holder, ComputeParameter) for holder in holders)
         self._as_view = as_view
         self._places: dict[int, tuple[Bucket, int]] = {}
         self._buckets: dict[Bucket, None] = {}
         self._given: dict[int, weakref.ref[Tensor]] = {}  # what was delivered that is not a view of a bucket
-        self._differentiable: list[weakref.ref[Tensor]] = []  # those of a backward with `create_graph=True`
-        self._own: set[int] = set()  # of those, what the user had put there
+        self._user_owned: set[int] = set()  # of those, what the user had put there
+        self._differentiable: list[weakref.ref[Tensor]] = []  # delivered by a backward with `create_graph=True`
         self._latest: dict[Bucket, tuple[int, Sequence[bool]]] = {}  # the round that delivered it, and who was used
         self._single: dict[int, int] = {}  # the same for what has no bucket
 
@@ -62,15 +61,15 @@ class Gradients:
     def before_round(self, buckets: Sequence[Bucket], dirty: Set[int]) -> tuple[set[int], list[int]]:
         """Parameters whose `.grad` is the user's own, and buckets of which somebody else may have a part."""
         for bucket in buckets:
-            bucket.take_back()
+            bucket.renew_views()
         found = self._read()
         own = self._find_own(found, dirty) if any(gradient is not None for gradient in found) else set[int]()
         return own, [number for number, bucket in enumerate(buckets) if not self._let_go(bucket, found)]
 
     def _read(self) -> list[Tensor | None]:
-        if not self._faces:
-            return list(map(_grad, self._slots))
-        return [None if isinstance(slot, Face) else slot.grad for slot in self._slots]
+        if not self._compute_parameters:
+            return list(map(_grad, self._holders))
+        return [None if isinstance(holder, ComputeParameter) else holder.grad for holder in self._holders]
 
     def _find_own(self, found: list[Tensor | None], dirty: Set[int]) -> set[int]:
         """What is dirty was made by autograd, unless somebody else has it, or the memory, too."""
@@ -80,9 +79,9 @@ class Gradients:
             if gradient is None or gradient.layout is not torch.strided or self._is_view(index, gradient):
                 continue
             if (view := self._same_memory(index, gradient)) is not None:
-                self._slots[index].grad = found[index] = view
+                self._holders[index].grad = found[index] = view
                 continue
-            if self._is_given(index, gradient) and index not in self._own:
+            if self._is_given(index, gradient) and index not in self._user_owned:
                 continue
             if index not in dirty or sys.getrefcount(gradient) > usual or not _torch.is_alone(gradient):
                 own.add(index)
@@ -91,9 +90,9 @@ class Gradients:
 
     def _let_go(self, bucket: Bucket, found: Sequence[Tensor | None]) -> bool:
         """Makes sure that nobody else has the memory of a bucket; False if somebody may have."""
-        for index in bucket.indices if self._faces else ():
-            slot = self._slots[index]
-            if isinstance(slot, Face) and slot.shows_what_was_given():
+        for index in bucket.indices if self._compute_parameters else ():
+            holder = self._holders[index]
+            if isinstance(holder, ComputeParameter) and not holder.release_given():
                 return True  # not zeroed: the next round adds to it
         return bucket.let_go(found)
 
@@ -103,31 +102,35 @@ class Gradients:
         """Round `number` has delivered a bucket."""
         self._latest[flight.bucket] = number, used
         if flight.second_order:
-            grads = (self._slots[index].grad for index in flight.bucket.indices)
+            grads = (self._holders[index].grad for index in flight.bucket.indices)
             self._differentiable = [one for one in self._differentiable if one() is not None]
             self._differentiable += [weakref.ref(one) for one in grads if one is not None and one.grad_fn is not None]
         if self._as_view and flight.is_plain:
             return
         for at, index in enumerate(flight.bucket.indices):
-            slot = self._slots[index]
-            if used[at] and not isinstance(slot, Face) and (gradient := slot.grad) is not None:
+            holder = self._holders[index]
+            if used[at] and not isinstance(holder, ComputeParameter) and (gradient := holder.grad) is not None:
                 self._given[index] = weakref.ref(gradient)
-                self._own.discard(index)
-                if at in flight.own:
-                    self._own.add(index)
+                self._user_owned.discard(index)
+                if at in flight.collected.user_owned:
+                    self._user_owned.add(index)
 
     def gave(self, index: int, number: int) -> None:
-        """The same for one parameter that went by itself."""
+        """The same for one that was delivered outside of a bucket: sparse, or late."""
         self._single[index] = number
-        slot = self._slots[index]
-        if not isinstance(slot, Face) and (gradient := slot.grad) is not None and not self._is_view(index, gradient):
+        holder = self._holders[index]
+        if (
+            not isinstance(holder, ComputeParameter)
+            and (gradient := holder.grad) is not None
+            and not self._is_view(index, gradient)
+        ):
             self._given[index] = weakref.ref(gradient)
 
     # --- before a step ---------------------------------------------------------------------------
 
     def present(self) -> list[int]:
         """Parameters that have a gradient."""
-        return [index for index, slot in enumerate(self._slots) if slot.grad is not None]
+        return [index for index, holder in enumerate(self._holders) if holder.grad is not None]
 
     def foreign(self, among: Sequence[int]) -> list[int]:
         """Those of them that have a `.grad` which no round has delivered."""
@@ -139,23 +142,29 @@ class Gradients:
         return [index for index in among if self._is_foreign(index, found[index])]
 
     def _is_foreign(self, index: int, gradient: Tensor | None) -> bool:
-        slot = self._slots[index]
-        if isinstance(slot, Face):
-            return slot.shows_what_nobody_gave()
+        holder = self._holders[index]
+        if isinstance(holder, ComputeParameter):
+            return holder.shows_what_nobody_gave()
         return gradient is not None and not self._is_view(index, gradient) and not self._is_given(index, gradient)
 
     def unsynchronized(self, among: Sequence[int], since: int) -> list[int]:
-        """The same without what somebody has made of what round `since` or a later one delivered, and without zeros."""
+        """Foreign gradients, but for zeros and for edits of one that was delivered since round `since`."""
         found = []
         for index in self.foreign(among):
-            slot = self._slots[index]
-            by_hand = slot.compute.grad if isinstance(slot, Face) else None  # while it computes
-            gradient = by_hand if by_hand is not None else slot.registered.grad if isinstance(slot, Face) else slot.grad
+            holder = self._holders[index]
+            by_hand = holder.compute.grad if isinstance(holder, ComputeParameter) else None  # while it computes
+            gradient = (
+                by_hand
+                if by_hand is not None
+                else holder.registered.grad
+                if isinstance(holder, ComputeParameter)
+                else holder.grad
+            )
             if gradient is None or not _torch.local(gradient).count_nonzero():
                 continue
             if by_hand is not None or not self._delivered_since(index, since):
                 found.append(index)
-            elif not isinstance(slot, Face):
+            elif not isinstance(holder, ComputeParameter):
                 self._given[index] = weakref.ref(gradient)
         return found
 
@@ -172,7 +181,7 @@ class Gradients:
         """Other buckets, or other parameters: what was delivered to those that stay still is."""
         for index, one in enumerate(managed):
             earlier = index_of.get(id(one.parameter))
-            if earlier is None or isinstance(one.slot, Face) or (gradient := one.slot.grad) is None:
+            if earlier is None or isinstance(one.holder, ComputeParameter) or (gradient := one.holder.grad) is None:
                 continue
             if before._is_view(earlier, gradient) or before._is_given(earlier, gradient):
                 self._given[index] = weakref.ref(gradient)

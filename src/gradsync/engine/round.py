@@ -1,47 +1,576 @@
-"""What is known of the round under way."""
+"""One round: arrivals -> complete buckets -> transport -> delivered gradients.
+
+One outermost backward with synchronization on is one round, and what belongs to it lives and dies with this object:
+
+1. It opens when backward passes an output of the module, or with the first arrival.
+2. In the very first round nothing is known: everything is launched at the end, and rank 0's order of arrival becomes
+   the plan of all ranks. Later a bucket is launched as soon as each of its parameters arrived as often as it ever did,
+   strictly in the order of the plan: all ranks launch the same collectives in the same order without a word about it.
+3. It closes when the outermost backward ends: the remaining buckets are launched, the last bucket always here, then
+   each is awaited and its gradients are delivered.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from enum import Enum, auto
+from typing import Any
 
+import torch
 from torch import Tensor
+from torch.futures import Future
 
-from gradsync.engine.delivery import InFlight
-from gradsync.engine.identity import Identity
-from gradsync.guard.replicas import Fingerprint
+from gradsync import _torch
+from gradsync.engine.bucket import Bucket
+from gradsync.engine.in_flight import NOT_SENT, Collected, InFlight, collect, deliver, total_weight
+from gradsync.engine.late_gradients import carry_late
+from gradsync.engine.lockstep import IDENTITY, Identity, Kind, Lockstep
+from gradsync.engine.managed_parameters import HasGrad
+from gradsync.engine.parameter_group import ROUND_FLAGS, ParameterGroup
+from gradsync.engine.reduce_config import ReduceConfig
+from gradsync.engine.sparse_rows import reduce_sparse
+from gradsync.errors import GradsyncError, HookError, ReplicaLostError, RoundTimeoutError, UnfinishedRoundError
+from gradsync.events import RoundClosed, RoundRecord
+from gradsync.guard import strict, unsynchronized
+from gradsync.guard.replicas import Comparison
+from gradsync.hooks import comm_hook
+from gradsync.hooks.comm_hook import GradBucket, Hook, HookWork, name_of
+from gradsync.transport.base import Work
+from gradsync.transport.label import Label
+from gradsync.watch.position import Awaited
 
 
 class Phase(Enum):
-    IDLE = auto()  # between rounds
-    OPEN = auto()  # backward runs
-    CLOSING = auto()  # backward ended, gradients are being delivered
+    OPEN = auto()  # backward runs, or has raised: some buckets may have left
+    LAUNCHED = auto()  # all buckets have left
+    OVER = auto()  # the ranks have nothing more to do with each other in it
 
 
-@dataclass
 class Round:
-    """One synchronisation, from its first sign to its last gradient delivered."""
+    """One synchronization of a group of parameters, from its first sign to its last gradient delivered."""
 
-    identity: Identity
-    opened_at: float
-    fingerprint: Fingerprint | None = None
-    thread: int = 0  # in which it was opened
-    position: int = 0  # how many rounds of other modules this backward had opened before
-    second_order: bool = False  # by a backward with `create_graph=True`
-    own: set[int] = field(default_factory=set)
-    """Parameters whose `.grad` is a tensor of the user's, which has to become the result."""
-    saved: dict[int, Tensor] = field(default_factory=dict)
-    """For buckets of which somebody still holds a part of what an earlier round left there: what that was."""
-    idle: frozenset[int] = frozenset()
-    """Buckets that nobody has filled in the round before: they are left out, unless somebody has filled them now."""
-    launched: list[InFlight] = field(default_factory=list)
-    """A prefix of the plan, and behind all of it those that were left out although somebody has filled them."""
-    late: set[int] = field(default_factory=set)
-    late_gradients: dict[int, Tensor] = field(default_factory=dict)
-    delivered: int = 0  # how many of those launched
-    arrived: int = 0  # how many have come home and were found to be of this round
-    first_launch_at: float = 0.0
-    reduced_at: float = 0.0
-    waited: float = 0.0  # seconds
-    overlapped: int = 0
-    corrected: bool = False
+    def __init__(
+        self,
+        group: ParameterGroup,
+        lockstep: Lockstep,
+        config: ReduceConfig,
+        comparison: Comparison | None,
+        *,
+        identity: Identity | None = None,
+        earlier: int = 0,
+        follows: bool = False,
+        second_order: bool = False,
+        gradients: Sequence[HasGrad] | None = None,
+        position: int = 0,
+    ) -> None:
+        """`identity`: if it is not the next round; `earlier`: rounds that have closed before; `follows`: on a rank
+        without data, which takes part in a round of the others; `second_order`: opened by a backward with
+        `create_graph=True`; `gradients`: what to reduce, one for each parameter, instead of `.grad`; `position`: how
+        many rounds of other modules the same backward had opened before.
+        """
+        self._group, self._lockstep, self._config, self._comparison = group, lockstep, config, comparison
+        self.scaling = config.scaling
+        self.identity = lockstep.next_round(follows) if identity is None else identity
+        self.phase = Phase.OPEN
+        group.transport.check_alive()
+        lockstep.enter("in backward")
+        self.thread = threading.get_ident()
+        self.unit_after = self.scaling.unit
+        """In which weights are measured in the next round."""
+        self._earlier, self._second_order, self._position = earlier, second_order, position
+        self._fingerprint = None if comparison is None or follows else comparison.of_round(self.identity.number)
+
+        user_owned, kept = group.gradients.before_round(group.buckets, group.dirty)
+        if gradients is None:
+            self._holders, self._dirty, self._user_owned = group.holders, group.dirty, user_owned
+        else:
+            self._holders, self._user_owned = list(gradients), set[int]()
+            self._dirty = {index for index, one in enumerate(gradients) if one.grad is not None}
+        self._kept = {number: group.buckets[number].data.clone() for number in kept}
+        """Copies of buckets whose memory somebody still refers to; restored after delivery."""
+
+        self._overwritten: dict[int, Tensor] = {}  # what was in buckets that were sent without it
+
+        self.counts = [0] * len(group.parameters)
+        """How often each parameter has arrived."""
+        self.order: list[int] = []
+        self._missing = group.count_expected()
+        """For each bucket how many parameters have yet to arrive."""
+        self._waiting = False  # a complete bucket could not leave at once; the next arrival looks again
+        self._progress: Callable[[], None] | None = None  # of the transport, while something is under way
+        self._late: set[int] = set()
+        self._late_gradients: dict[int, Tensor] = {}
+
+        self.launched: list[InFlight] = []
+        """One for each bucket in the order of the plan, idle ones unsent; then idle ones that turned out to be used."""
+        self._failed: Exception | None = None  # of an optimizer in backward
+        self._latest_hook: Work | None = None  # what a communication hook has under way
+        self._delivered = 0  # how many of those launched
+        self._record = RoundRecord()
+
+    @property
+    def has_sent(self) -> bool:
+        """Whether other ranks have something of it."""
+        return any(flight.is_sent for flight in self.launched)
+
+    def in_flight(self) -> set[int]:
+        """Parameters whose gradients have left and are not back yet."""
+        flights = self.launched[self._delivered :]
+        return {index for flight in flights if flight.is_sent for index in flight.bucket.indices}
+
+    # --- during backward -------------------------------------------------------------------------
+
+    def gradient_arrived(self, index: int) -> None:
+        """Autograd has accumulated into a parameter's `.grad`: the innermost loop of the engine."""
+        group = self._group
+        count = self.counts[index] + 1
+        self.counts[index] = count
+        if count == 1:
+            self.order.append(index)
+        if index in group.large:
+            self._bring(index)
+        if self._progress is not None:
+            self._progress()
+        if count == group.expected[index]:
+            number = group.bucket_of[index]
+            self._missing[number] -= 1
+            if self._waiting or not self._missing[number]:
+                self._launch_complete(index)
+        elif count > group.expected[index]:
+            self._came_again(index)
+
+    @torch.no_grad()
+    def _bring(self, index: int) -> None:
+        """Brings a large gradient to its place before its bucket is complete. Later arrivals add to it there."""
+        number = self._group.bucket_of[index]
+        if number < len(self.launched) or index in self._user_owned:
+            return
+        bucket, holder = self._group.buckets[number], self._holders[index]
+        gradient, view = holder.grad, bucket.views[bucket.indices.index(index)]
+        if gradient is not None and gradient is not view and gradient.layout is torch.strided:
+            view.copy_(gradient)
+            holder.grad = view
+
+    def _came_again(self, index: int) -> None:
+        """More often than ever before; if its bucket has left, it is late."""
+        group = self._group
+        if self._config.strict and self.counts[index] > 1:
+            raise strict.ready_twice(group.transport.rank, index, group.name(index))
+        number = group.bucket_of[index]
+        if not 0 <= number < len(self.launched) or number in group.idle:
+            return
+        if self._config.stepper is not None:
+            raise UnfinishedRoundError(
+                f"rank {group.transport.rank}: '{group.name(index)}' received one more gradient after its optimizer "
+                "had stepped. A graph that brings a parameter more often now and then (reentrant checkpointing) can't "
+                "have its optimizer in backward."
+            )
+        self._late.add(index)
+
+    def _launch_complete(self, arrived: int) -> None:
+        """Launches all buckets whose turn it is."""
+        group, last = self._group, len(self._group.buckets) - 1
+        self._waiting = False
+        self._pass_idle()
+        while (number := len(self.launched)) < last and self._missing[number] == 0:
+            # A user's hook that runs after ours on this parameter wants to see its `.grad`; launching takes it away,
+            # so wait for the next arrival.
+            if group.bucket_of[arrived] == number and _torch.other_hooks_follow(group.leaves[arrived]):
+                self._waiting = True
+                return
+            self._launch(number, overlaps=arrived not in group.at_once)
+            self._pass_idle()
+        if self._config.stepper is not None:
+            self._deliver_reduced()
+
+    def _pass_idle(self) -> None:
+        """Leaves out idle buckets whose turn it is."""
+        while (number := len(self.launched)) in self._group.idle:
+            bucket = self._group.buckets[number]
+            self.launched.append(InFlight(bucket, NOT_SENT, Collected.nothing(bucket)))
+
+    @torch.no_grad()
+    def _launch(self, number: int, flags: Sequence[bool] = (), overlaps: bool = False) -> None:
+        """Hands one bucket to the transport. `flags`: what concerns the whole round, with the last one."""
+        group, config, scaling = self._group, self._config, self.scaling
+        bucket = group.buckets[number]
+        last = number == len(group.buckets) - 1
+        self._progress = group.transport.progress
+        if self._holders is group.holders:
+            group.collect(bucket.indices)
+        # A gradient that the view replaces is let go at once: memory for one set is enough. So is one of weight 0: if
+        # no other rank has one, `.grad` becomes None.
+        collected = collect(bucket, self._holders, self._dirty, self._user_owned, group.as_view or not scaling.weight)
+        bucket.write_tail(collected.used, flags)
+        values = self._fingerprint.value() if last and self._fingerprint is not None else None
+        label = self.identity.label(Kind.ROUND, number, values)
+        if config.comm_hook is not None:
+            bucket.fill(collected.gradients)
+            bucket.split_unused(collected.gradients, collected.used, scaling)
+            work = self._run_hook(config.comm_hook, bucket, number, last, label)
+        else:
+            all_of_it = config.see_reduced is not None
+            work = bucket.send(collected.gradients, collected.used, scaling, group.transport, label, all_of_it)
+        kept = self._kept.pop(number, None)
+        self.launched.append(InFlight(bucket, work, collected, kept, self._second_order))
+        self._record.bucket_launched(overlaps)
+        self._lockstep.count_launch()
+
+    def _run_hook(
+        self,
+        comm: tuple[Hook, object],
+        bucket: Bucket,
+        number: int,
+        last: bool,
+        label: Label,
+        ignore_hook: bool = False,
+    ) -> Work:
+        """`ignore_hook`: ignores errors of the hook, as the result is thrown away."""
+        hook, state = comm
+        transport = self._group.transport
+        if bucket.plan.device.type == "cpu":
+            # A hook may start further collectives when its first one is done, from whatever thread that is. Two such
+            # hooks at a time would start them in different orders on different ranks.
+            self._settle_hook(ignore_hook)
+        parameters = [self._group.leaves[index] for index in bucket.indices]
+        seen = GradBucket(bucket.data, bucket.views, parameters, number, last)
+        future: Future[Any] | None = None
+        try:
+            future = comm_hook.call(hook, state, seen, transport.rank)
+        except Exception:
+            if not ignore_hook:
+                raise  # before anything of this bucket has left: the round can be abandoned
+        tail = transport.reduce(bucket.tail, self.scaling.factor, label)
+        if future is None:
+            return tail
+        self._latest_hook = HookWork(future, bucket.data, tail, transport.rank, name_of(hook), transport.limit)
+        return self._latest_hook
+
+    def _settle_hook(self, ignore_hook: bool) -> None:
+        """Waits for what a hook has under way. `ignore_hook`: whatever it says."""
+        if self._latest_hook is not None:
+            with contextlib.suppress(*[Exception] if ignore_hook else []):
+                self._latest_hook.wait()
+
+    @torch.no_grad()
+    def _deliver_reduced(self) -> None:
+        """With an optimizer in backward, what has been reduced is delivered at once."""
+        while self._delivered < len(self.launched) and self.launched[self._delivered].work.done():
+            flight = self.launched[self._delivered]
+            self._delivered += 1
+            if flight.is_sent:
+                self._await(flight)
+                try:
+                    self._deliver(flight)
+                except Exception as error:  # of the optimizer: the other ranks know nothing of it, and go on
+                    self._failed = self._failed or error
+
+    # --- the end of backward ---------------------------------------------------------------------
+
+    @torch.no_grad()
+    def launch_rest(self, others: Sequence[Lockstep] = ()) -> None:
+        """Launches what has not left yet, the last bucket with what concerns the whole round.
+
+        `others`: of modules with a round in the same backward. If it raises, the round stays open, to be abandoned.
+        """
+        group = self._group
+        if self._holders is group.holders:
+            group.collect()
+        if group.plan is None:
+            self._make_plan(others)
+        assert group.plan is not None
+        self._late_gradients |= {index: self._take_late(index) for index in sorted(self._late)}
+        self._late.clear()
+        last = len(group.buckets) - 1
+        self._pass_idle()
+        while (number := len(self.launched)) < last:
+            self._launch(number)
+            self._pass_idle()
+        incomplete = self._config.strict and not self.identity.follows and bool(self._unused())
+        flags = [bool(self._late_gradients), incomplete, bool(self._config.known_rows)]
+        flags += [self._brings(index) for index in group.plan.sparse]
+        if self._config.options.skip_all_reduce_unused_params:
+            flags += [any(map(self._brings, bucket.indices)) for bucket in group.buckets[:last]]
+        self._launch(last, flags)
+        self.phase = Phase.LAUNCHED
+
+    def _make_plan(self, others: Sequence[Lockstep]) -> None:
+        """The ranks compare what they have, and take rank 0's order of arrival for everybody's."""
+        group, lockstep = self._group, self._lockstep
+        weight = self.scaling.weight_as_integer()
+        weights = lockstep.compare_start(self.identity, weight, self._position, others, group.transport)
+        self.identity = self.identity._replace(module=lockstep.serial)
+        by_rows = self._config.comm_hook is None  # a hook wants to see the whole
+        group.make_plan(self.order, [holder.grad for holder in self._holders], self._config.options, by_rows)
+        self.scaling = self.scaling.in_units_of(weights)
+
+    def _take_late(self, index: int) -> Tensor:
+        gradient = self._holders[index].grad
+        if gradient is None:
+            raise UnfinishedRoundError(
+                f"rank {self._group.transport.rank}: the gradient of '{self._group.name(index)}' was removed during "
+                "backward. Call zero_grad() before or after backward, not inside a hook."
+            )
+        self._holders[index].grad = None
+        return gradient
+
+    def _brings(self, index: int) -> bool:
+        return index in self._dirty and self._holders[index].grad is not None
+
+    def _unused(self) -> list[int]:
+        return [index for index, count in enumerate(self.counts) if not count]
+
+    @torch.no_grad()
+    def deliver_rest(self) -> Exception | None:
+        """Awaits all buckets, and delivers them only if they are all of this round.
+
+        What a hook or an optimizer in backward raises here is given back: the other ranks know nothing of it, and go
+        on; so must this one, to the end of what they do together.
+        """
+        failed, reduced = self._await_rest()
+        failed = self._failed or failed
+        if self._group.idle:
+            self._launch_left_out()
+            failed_too, more = self._await_rest()
+            failed, reduced = failed or failed_too, reduced + more
+        for flight in reduced:
+            try:
+                self._deliver(flight)
+            except Exception as error:
+                failed = failed or error
+        return failed
+
+    def _await_rest(self) -> tuple[Exception | None, list[InFlight]]:
+        """Those that have been reduced, and what a hook has to say of the others."""
+        failed, reduced = None, []
+        rest, self._delivered = self.launched[self._delivered :], len(self.launched)
+        for flight in rest:
+            if not flight.is_sent:
+                continue
+            began = time.perf_counter()
+            try:
+                self._await(flight)
+                reduced.append(flight)
+            except HookError as error:
+                if error.timed_out:
+                    raise
+                failed = failed or error
+            self._record.bucket_reduced(began)
+        return failed, reduced
+
+    def _deliver(self, flight: InFlight) -> None:
+        """Gives the parameters of a reduced bucket their gradients."""
+        group = self._group
+        used = deliver(flight, self._holders, self.scaling, group.as_view, self._config.see_reduced)
+        group.gradients.delivered(flight, used, self._earlier)
+        if self._config.stepper is not None:
+            indices = [index for index, is_used in zip(flight.bucket.indices, used, strict=True) if is_used]
+            group.mark_clean(indices)  # the guard lets the step pass
+            with unsynchronized.trusted():
+                self._config.stepper([group.parameters[index] for index in indices])
+
+    def _await(self, flight: InFlight) -> None:
+        """Returns when it is reduced; raises if it was none of this round."""
+        self._wait_for(flight)
+        if flight.bucket.plan.device.type == "cpu" and flight.work.differing():  # elsewhere asking would make it wait
+            self._refuse()
+
+    def _wait_for(self, flight: InFlight) -> None:
+        bucket, group = flight.bucket, self._group
+        first = group.name(bucket.indices[0]) if bucket.indices else ""
+        awaited = Awaited(group.buckets.index(bucket), len(group.buckets), first, len(bucket.indices))
+        self._lockstep.enter("at the end of backward", awaited)
+        try:
+            flight.work.wait()
+            self._lockstep.enter("at the end of backward")
+        except (ReplicaLostError, RoundTimeoutError) as error:
+            raise type(error)(f"{error} {self._where(flight.bucket)}", error.ranks) from None
+
+    def _where(self, bucket: Bucket) -> str:
+        number, buckets = self._group.buckets.index(bucket), len(self._group.buckets)
+        names = [self._group.name(index) for index in bucket.indices]
+        holds = f"with '{names[0]}'" if len(names) == 1 else f"from '{names[0]}' to '{names[-1]}'" if names else ""
+        return f"(Round {self.identity.number}, bucket {number + 1} of {buckets}, {holds}.)"
+
+    def _check_labels(self) -> None:
+        """Of what was reduced on another device than the CPU, where asking makes the host wait."""
+        flights = [one for one in self.launched if one.bucket.plan.device.type != "cpu"]
+        if any(flight.work.differing() for flight in flights):
+            self._refuse()
+
+    def _refuse(self) -> None:
+        """Labels differ: the ranks are in different rounds, or the replicas have diverged. All ranks raise.
+
+        What was delivered before that was known (by an optimizer in backward, or on a device) is taken back.
+        """
+        if self.phase is Phase.OPEN:  # in the middle of a backward: all ranks have to come to the same place first
+            self._launch_nothing(Kind.ROUND)
+        self.phase = Phase.OVER
+        self._await_all()
+        bits = 0
+        self._restore()
+        if self._holders is self._group.holders:
+            self._group.drop_gradients()
+        for flight in self.launched:
+            bits |= flight.work.differing()
+        transport = self._group.transport
+        if bits & IDENTITY or self._comparison is None:
+            raise self._lockstep.mismatch(self.identity, Kind.ROUND, transport)
+        self._lockstep.diverged()
+        raise self._comparison.error(transport, self.identity.number)
+
+    def _await_all(self, ignore_hook: bool = False) -> None:
+        """`ignore_hook`: whatever a communication hook has to say."""
+        for flight in self.launched:
+            try:
+                self._wait_for(flight)
+            except (ReplicaLostError, RoundTimeoutError):
+                raise
+            except Exception:
+                if not ignore_hook:
+                    raise
+
+    def _launch_left_out(self) -> None:
+        """The last bucket's tail is here: sends those that were left out although somebody has filled them."""
+        group = self._group
+        assert group.plan is not None
+        self._check_labels()
+        filled = group.buckets[-1].read_flags()[ROUND_FLAGS + len(group.plan.sparse) :]
+        for number in sorted(group.idle):
+            if filled[number]:
+                self._settle_hook(ignore_hook=True)
+                self._latest_hook = None
+                self._launch(number)
+                continue
+            for index in self._dirty & group.buckets[number].members:  # only ranks of weight 0 used it: nobody did
+                self._holders[index].grad = None
+
+    @torch.no_grad()
+    def finish(self) -> UnfinishedRoundError | None:
+        """Sparse gradients, and the second pass if any rank asked for one; what torch would have said, if strict."""
+        group, config, scaling = self._group, self._config, self.scaling
+        assert group.plan is not None
+        last = group.buckets[-1]
+        self._check_labels()
+        if self._comparison is not None:
+            self._comparison.round_closed(self.identity.number, self._fingerprint, group.transport)
+        second_pass, incomplete, rows_known, *flags = last.read_flags()
+        weight = total_weight(last, scaling)
+        for index, used in zip(group.plan.sparse, flags[: len(group.plan.sparse)], strict=True):
+            holder = self._holders[index]
+            if used:
+                mine = torch.zeros_like(group.leaves[index]) if holder.grad is None else holder.grad
+                known = (config.known_rows or {}).get(group.name(index))
+                factor = scaling.factor / weight if weight > 0 else 0.0
+                holder.grad = reduce_sparse(group.name(index), mine, factor, known, rows_known, group.transport)
+                group.gradients.gave(index, self._earlier)
+            elif index in self._dirty:  # only ranks of weight 0 used it: nobody did
+                holder.grad = None
+        if second_pass:
+            self._record.second_pass()
+            label = self.identity.label(Kind.LATE)
+            late, plans = self._late_gradients, group.plan.buckets
+            for index in carry_late(plans, group.specs, late, self._holders, scaling, group.transport, label):
+                group.gradients.gave(index, self._earlier)
+        self.unit_after = scaling.unit_after(weight)
+        if config.options.skip_all_reduce_unused_params:
+            group.leave_out(self._find_idle())
+        if not incomplete:
+            return None
+        names = [spec.name for spec in group.specs]
+        return strict.not_all_used(group.transport.rank, self.identity.number, self._unused(), names)
+
+    def _find_idle(self) -> frozenset[int]:
+        """Buckets but the last that nobody has filled. By their tails, which are the same everywhere."""
+        filled = {one.bucket for one in self.launched if one.is_sent and any(one.bucket.read_usage())}
+        buckets = self._group.buckets[:-1]
+        return frozenset(number for number, bucket in enumerate(buckets) if bucket not in filled)
+
+    def close(self) -> RoundClosed:
+        """It has ended well; what there is to tell of it."""
+        self.phase = Phase.OVER
+        if self._holders is self._group.holders:
+            self._group.learn(self.counts)
+        sent = [flight.bucket for flight in self.launched if flight.is_sent]
+        numbers = [self._group.buckets.index(bucket) for bucket in sent]
+        nbytes = sum(bucket.plan.nbytes for bucket in sent)
+        return self._record.closed(self.identity.number, nbytes, numbers, self.order)
+
+    # --- rounds that come to nothing -------------------------------------------------------------
+
+    def skip(self) -> None:
+        """This rank brings nothing, and gets what the others have."""
+        self._late.clear()
+        self._late_gradients.clear()
+        for index in self._dirty:
+            self._holders[index].grad = None
+        self.scaling = replace(self.scaling, weight=0.0)
+
+    @torch.no_grad()
+    def send_abandoned(self) -> None:
+        """Backward has raised, and other ranks wait for the rest: they get it, marked as worth nothing."""
+        self._launch_nothing(Kind.ABANDONED)
+
+    @torch.no_grad()
+    def end_abandoned(self) -> GradsyncError | None:
+        """Then all ranks are in step again. What to raise, unless all of them have abandoned it."""
+        self.phase = Phase.OVER
+        self._await_all(ignore_hook=self._config.comm_hook is not None)  # if it was a hook that failed, that is known
+        self._restore()
+        if self.launched[-1].work.differing() & IDENTITY:  # who has not abandoned it says so there
+            self._group.drop_gradients()  # as the other ranks do
+            return self._lockstep.mismatch(self.identity, Kind.ABANDONED, self._group.transport)
+        self._lockstep.count_round()
+        return None
+
+    def _restore(self) -> None:
+        """Gives back what was in `.grad` before; of what this backward had added to, nothing is left."""
+        for flight in self.launched if self._holders is self._group.holders else ():
+            bucket, (_, used, held, in_bucket, _) = flight.bucket, flight.collected
+            for at, index in enumerate(bucket.indices):
+                if (earlier := held[at]) is not None:
+                    self._holders[index].grad = bucket.views[at].copy_(earlier) if at in in_bucket else earlier
+                elif used[at]:
+                    self._group.lose(index)
+        for number, data in (self._kept | self._overwritten).items():
+            self._group.buckets[number].data.copy_(data)
+        self._overwritten.clear()
+
+    @torch.no_grad()
+    def ask(self, described: str) -> None:
+        """In place of a round, before something changes that all ranks must change alike: reduces one empty bucket that
+        is labelled so. If a rank knows of no change, its bucket has the label of a round, and all ranks raise.
+        """
+        self.phase = Phase.OVER
+        self._launch_nothing(Kind.CHANGE, most=1)
+        first = self.launched[-1]
+        self._wait_for(first)
+        if first.work.differing():
+            self._launch_nothing(Kind.CHANGE)
+            self._await_all()
+            raise self._lockstep.mismatch(self.identity, Kind.CHANGE, self._group.transport, described)
+        self._restore()
+
+    def _launch_nothing(self, kind: Kind, most: int | None = None) -> None:
+        """Sends what is left, or `most` buckets of it, as if there were nothing in them; `_restore` puts it back."""
+        buckets, transport = self._group.buckets, self._group.transport
+        self._pass_idle()
+        while most != 0 and (number := len(self.launched)) < len(buckets):
+            label = self.identity.label(kind, number)
+            bucket, last = buckets[number], number == len(buckets) - 1
+            if any(self._group.holders[index].grad is not None for index in bucket.indices):
+                self._overwritten[number] = bucket.data.clone()
+            if self._config.comm_hook is not None:
+                bucket.buffer.zero_()
+                work = self._run_hook(self._config.comm_hook, bucket, number, last, label, ignore_hook=True)
+            else:
+                work = bucket.send_nothing(self.scaling, transport, label)
+            self.launched.append(InFlight(bucket, work, Collected.nothing(bucket)))
+            self._lockstep.count_launch()
+            most = None if most is None else most - 1
+            if most != 0:
+                self._pass_idle()

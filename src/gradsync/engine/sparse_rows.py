@@ -73,7 +73,9 @@ def check_rows(rows: Mapping[str, Tensor], specs: Mapping[str, Spec]) -> dict[st
     return known
 
 
-def agree(transport: Transport, name: str, gradient: Tensor, known: KnownRows | None, brings: bool) -> KnownRows | None:
+def known_to_all(
+    transport: Transport, name: str, gradient: Tensor, known: KnownRows | None, brings: bool
+) -> KnownRows | None:
     """What all ranks know of one parameter's rows; None if not all of them do. All ranks call this together.
 
     `brings`: whether this rank has a gradient that counts. One without, for want of data, need not know either.
@@ -97,3 +99,17 @@ def agree(transport: Transport, name: str, gradient: Tensor, known: KnownRows | 
             "the rows that any rank uses in this step, on all ranks alike."
         )
     return known if len({digest for _, _, digest in rows}) == 1 else None
+
+
+def reduce_sparse(
+    name: str, gradient: Tensor, factor: float, known: KnownRows | None, some_know: bool, transport: Transport
+) -> Tensor:
+    """The sum over the ranks of a gradient that travels by itself: its indices and values, or the rows all know."""
+    if gradient.layout is not torch.sparse_coo:
+        gradient = gradient.to_sparse(1)
+    if some_know:
+        brings = factor > 0 and gradient._nnz() > 0
+        rows = known_to_all(transport, name, gradient, known, brings)
+        if rows is not None:
+            return rows.reduce(transport, gradient, factor)
+    return transport.reduce_sparse(gradient, factor).result()

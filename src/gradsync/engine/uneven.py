@@ -5,16 +5,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import Tensor
 from torch.distributed.algorithms.join import Join, JoinHook
 
-from gradsync.engine import without_backward
-from gradsync.engine.reducer import Reducer
 from gradsync.errors import GradsyncError, InvalidOptionError, JoinError
 
 if TYPE_CHECKING:
@@ -40,13 +36,13 @@ class Joining:
         self._announced = False  # a round that has not come yet
         if config.is_first_joinable:  # a new context: what one that raised has left is forgotten
             _awaited.clear()
-        self._stop_sharing_out = _share_out_before_arrivals(engine.reducer)
+        self._stop_dividing = engine.divide_before_arrivals()
 
     def forward_begins(self) -> None:
         """Says whether a round follows. Not if somebody only evaluates, perhaps on one rank alone."""
         evaluates = not torch.is_grad_enabled() and not self._engine.module.training
         if not evaluates and not self._announced:
-            self._announce(self._engine.synchronising)
+            self._announce(self._engine.synchronizing)
 
     def round_opens(self) -> None:
         if not self._announced:
@@ -59,8 +55,8 @@ class Joining:
     def left(self) -> None:
         """The context is over."""
         self.round_closed()
-        self._stop_sharing_out()
-        self._engine.reducer.delivery.present = 1.0
+        self._stop_dividing()
+        self._engine.reducer.rescale(with_data=1.0)
 
     def _announce(self, coming: bool) -> None:
         engine = self._engine
@@ -80,29 +76,9 @@ class Joining:
         self._announced = coming
         if coming:
             _awaited.add(self)
-        delivery = engine.reducer.delivery
-        if engine.counts_without_data or delivery.hook is not None:
+        if engine.counts_without_data or engine.reducer.hooked:
             # What is in `.grad` already comes from these ranks only, and must not shrink by those without data.
-            delivery.present = sum(has_data for _, has_data in rows) / len(rows)
-
-
-def _share_out_before_arrivals(reducer: Reducer) -> Callable[[], None]:
-    """As for a sum, until the function that is returned is called: see `Delivery.share_out`."""
-    if reducer.delivery.gain != 1:
-        return lambda: None  # it is done anyway
-
-    def share_out(parameter: int, gradient: Tensor) -> None:
-        index = reducer.arrivals.index_of.get(parameter)  # another one, perhaps, since parameters were replaced
-        if index is not None and reducer.delivery.gain != 1:
-            reducer.share_out(index)
-
-    handles = [p.register_hook(partial(share_out, id(p))) for p in reducer.computing]
-
-    def stop() -> None:
-        for handle in handles:
-            handle.remove()
-
-    return stop
+            engine.reducer.rescale(with_data=sum(has_data for _, has_data in rows) / len(rows))
 
 
 class ShadowHook(JoinHook):
@@ -110,17 +86,14 @@ class ShadowHook(JoinHook):
 
     def __init__(self, engine: Engine, divide_by_initial_world_size: bool) -> None:
         self._engine = engine
-        self._counted = engine.counts_without_data = divide_by_initial_world_size
         self._shadowed = False
-        engine.statistics.joined = True
+        engine.count_without_data(divide_by_initial_world_size)
 
     def main_hook(self) -> None:
         engine = self._engine
-        engine.buffers.joined = True
         with _left_alone(engine):
             if any(coming for coming, _ in engine.transport.gather([0, HAS_NO_DATA])):
-                engine.agree_on_changes()
-                without_backward.shadow(engine.reducer, counted=self._counted)
+                engine.shadow_round()
                 self._shadowed = True
 
     def post_hook(self, is_last_joiner: bool) -> None:
@@ -128,12 +101,11 @@ class ShadowHook(JoinHook):
         engine = self._engine
         engine.join(None)
         if self._shadowed:  # others' gradients, of use to a sharded optimizer beside us, but not beyond
-            engine.reducer.drop_gradients()
+            engine.reducer.group.drop_gradients()
         with _left_alone(engine):
             rows = engine.transport.gather([int(is_last_joiner)])
             source = max(rank for rank, (last,) in enumerate(rows) if last)
-            engine.broadcast_from(source)
-        engine.final_source = source
+            engine.end_join(source)
 
 
 @contextlib.contextmanager
@@ -178,8 +150,8 @@ def uneven(engines: Sequence[Engine], loader: Iterable[T]) -> Iterator[T]:
                     "have some. A rank that has run out repeats its last batch with weight 0, so it needs at least one."
                 )
             for engine in engines:
-                engine.sit_out(not found)
+                engine.set_out_of_data(not found)
             yield batch[0]
     finally:
         for engine in engines:
-            engine.sit_out(None)
+            engine.set_out_of_data(None)

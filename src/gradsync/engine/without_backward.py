@@ -7,52 +7,42 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from gradsync.engine.reducer import Reducer
-from gradsync.engine.roster import Held
+from gradsync.engine.managed_parameters import DetachedGrad
 
 if TYPE_CHECKING:
-    from gradsync.engine.engine import Engine
+    from gradsync.engine.step import TrainingStep
 
 
-def synchronise_now(reducer: Reducer) -> None:
-    """Carries what backwards without synchronisation have left, and what was put into `.grad` by hand."""
-    every = range(len(reducer.parameters))
+def synchronize_now(step: TrainingStep) -> None:
+    """Carries what backwards without synchronization have left, and what was put into `.grad` by hand."""
+    reducer, group = step.reducer, step.reducer.group
+    group.collect()
     # A mean of what is the same everywhere is the same: so all may go, also what was written into a `.grad` of ours.
-    may_go = reducer.gradients.present() if reducer.delivery.gain == 1 else reducer.gradients.foreign(every)
-    reducer.dirty.update(may_go)
+    every = range(len(group.parameters))
+    is_mean = reducer.config.scaling.multiplicity == 1
+    group.mark_dirty(group.gradients.present() if is_mean else group.gradients.foreign(every))
     reducer.open_round()
-    reducer.close_round()
-    reducer.halves_are_carried()
+    step.end_open_round()
+    reducer.split_backward(False)
+    step.show_registered()
 
 
-def synchronise_tensors(reducer: Reducer, gradients: Sequence[Tensor | None]) -> None:
+def synchronize_tensors(step: TrainingStep, gradients: Sequence[Tensor | None]) -> None:
     """Carries gradients that are kept elsewhere, one for each parameter; they are changed in place.
 
     A parameter without one gets none, even if other ranks have some: there is no place to put it.
     """
-    slots = [Held(gradient) for gradient in gradients]
-    with reducer.gradients_in(slots):
-        reducer.dirty.update(index for index, gradient in enumerate(gradients) if gradient is not None)
-        reducer.open_round()
-        reducer.close_round()
-    for gradient, slot in zip(gradients, slots, strict=True):
-        if gradient is not None and slot.grad is not None:
-            gradient.copy_(slot.grad)
+    detached = [DetachedGrad(gradient) for gradient in gradients]
+    step.reducer.open_round(gradients=detached)
+    step.end_open_round()
+    for gradient, reduced in zip(gradients, detached, strict=True):
+        if gradient is not None and reduced.grad is not None:
+            gradient.copy_(reduced.grad)
 
 
-def shadow(reducer: Reducer, counted: bool) -> None:
+def shadow(step: TrainingStep, counted: bool) -> None:
     """On a rank without data: nothing to bring, and no say in the mean unless `counted`."""
-    reducer.drop_gradients()
-    reducer.delivery.weight = 1.0 if counted else 0.0
-    reducer.open_round(follows=True)
-    reducer.close_round()
-
-
-def skip_round(engines: Sequence[Engine]) -> None:
-    """On a rank that skips its batch: what a backward would have closed together is closed in the same order."""
-    for engine in engines:
-        engine.ready_to_skip()
-    for engine in sorted(engines, key=lambda engine: engine.reducer.serial):
-        engine.reducer.launch_rest()
-    for engine in sorted(engines, key=lambda engine: engine.reducer.serial):
-        engine.skip_round()
+    step.reducer.group.drop_gradients()
+    step.reducer.rescale(weight=1.0 if counted else 0.0)
+    step.reducer.open_round(follows=True)
+    step.end_open_round()

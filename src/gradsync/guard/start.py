@@ -33,8 +33,8 @@ def check_module(parameters: Mapping[str, nn.Parameter]) -> None:
     types = {parameter.device.type: name for name, parameter in parameters.items()}
     if "meta" in types:
         raise UnsuitableModuleError(
-            f"parameter '{types['meta']}' is on the meta device and has no values. Materialise the module "
-            "first: module.to_empty(device=...), then initialise or load its parameters."
+            f"parameter '{types['meta']}' is on the meta device and has no values. Materialize the module "
+            "first: module.to_empty(device=...), then initialize or load its parameters."
         )
     if len(types) > 1:
         where = ", ".join(f"'{name}' on {kind}" for kind, name in sorted(types.items()))

@@ -7,7 +7,6 @@ they are, not divided; what the future brings replaces them as it is.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import time
 from collections.abc import Callable, Sequence
@@ -75,14 +74,13 @@ class HookWork(NamedTuple):
         began, pause = time.monotonic(), 0.0001
         while not self.future.done():
             if time.monotonic() - began > self.limit:
-                late = HookError(
+                raise HookError(
                     f"rank {self.rank}: communication hook '{self.name}' returned a future that did not complete "
                     f"within {self.limit:g} s, the time limit of the process group. Complete it on every path; if it "
                     "waits for other ranks, see whether the hook raised there; or give init_process_group a longer "
-                    "timeout."
+                    "timeout.",
+                    timed_out=True,
                 )
-                late.timed_out = True
-                raise late
             time.sleep(pause)
             pause = min(2 * pause, 0.005)
 
@@ -95,13 +93,18 @@ class HookWork(NamedTuple):
 
     def wait(self) -> None:
         self._wait_within_limit()
+        failed = None
         try:
             self._take_result()
-        except Exception:
-            with contextlib.suppress(Exception):
-                self.tail.wait()  # which all ranks read, whatever the hook did
-            raise
-        self.tail.wait()
+        except Exception as error:
+            failed = error
+        self.tail.wait()  # which all ranks read, whatever the hook did; if that fails, it is not about the hook
+        if failed is not None and not isinstance(failed, HookError):
+            raise HookError(
+                f"rank {self.rank}: communication hook '{self.name}' failed: {type(failed).__name__}: {failed}"
+            ) from failed
+        if failed is not None:
+            raise failed
 
     def _take_result(self) -> None:
         result = self.future.wait()
@@ -117,9 +120,8 @@ class HookWork(NamedTuple):
             self.data.copy_(result.view_as(self.data))
 
 
-def launch(hook: Hook, state: object, bucket: GradBucket, tail: Any, rank: int, limit: float) -> HookWork:
-    """Calls the hook for one bucket."""
-    data = bucket.buffer()  # a hook may set another buffer, of another dtype, to travel
+def call(hook: Hook, state: object, bucket: GradBucket, rank: int) -> Future[Any]:
+    """For one bucket."""
     future = hook(state, bucket)
     if not isinstance(future, _torch.Future):
         raise HookError(
@@ -127,7 +129,7 @@ def launch(hook: Hook, state: object, bucket: GradBucket, tail: Any, rank: int, 
             f"{type(future).__name__} from hook '{name_of(hook)}' on rank {rank}. Return for example "
             "dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda f: f.value()[0] / world_size)."
         )
-    return HookWork(future, data, tail, rank, name_of(hook), limit)
+    return future
 
 
 def check_hook(hook: object) -> None:

@@ -124,7 +124,7 @@ class ShardedStepInBackward(StepInBackward):
     def round_closed(self, exchange: Exchange) -> None:
         """Brings the parameters that were stepped to all ranks."""
         if not self._owners:
-            self._agree(exchange)
+            self._find_owners(exchange)
         by_owner: dict[int, list[Tensor]] = {}
         for parameter in self._stepped:
             if id(parameter) in self._owners:
@@ -133,7 +133,7 @@ class ShardedStepInBackward(StepInBackward):
         for owner, values in sorted(by_owner.items()):
             exchange.broadcast(values, owner)
 
-    def _agree(self, exchange: Exchange) -> None:
+    def _find_owners(self, exchange: Exchange) -> None:
         """Whose shard each parameter is in, by asking everybody once."""
         mine = {id(p) for group in self._groups() for p in group["params"]}
         every = [p for group in self.optimizer.param_groups for p in group["params"]]

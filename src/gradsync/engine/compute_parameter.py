@@ -2,10 +2,10 @@
 
 With a device mesh the registered parameters are DTensors, for optimizers, state dicts and
 checkpoints; with a precision policy they are in full precision. Forward and backward use another
-parameter instead, the compute face: the plain local tensor, which shares its memory, or a copy in
-low precision. Faces are swapped into the module before forward and out after backward.
+parameter instead, the compute parameter: the plain local tensor, which shares its memory, or a copy in
+low precision. Compute parameters are swapped into the module before forward and out after backward.
 
-To the rest of the engine a face looks like a parameter: it has a `.grad`.
+To the rest of the engine it looks like a parameter: it has a `.grad`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Site = tuple[dict[str, nn.Parameter | None], str]  # the `_parameters` of a subm
 
 
 @dataclass(eq=False)
-class Face:
+class ComputeParameter:
     """One parameter with two forms, and all places of the module that hold it."""
 
     registered: nn.Parameter
@@ -32,7 +32,7 @@ class Face:
     reduce_dtype: torch.dtype
     apart: Sequence[str] = ()
     """Dimensions of the mesh of a computing DTensor over which its gradient is reduced by us, not by DTensor."""
-    _accumulated: Tensor | None = None  # of backwards without synchronisation, in `reduce_dtype`
+    _accumulated: Tensor | None = None  # of backwards without synchronization, in `reduce_dtype`
     _given: tuple[Tensor, Tensor] | None = None  # a local gradient, and the registered form it was given
 
     def __post_init__(self) -> None:
@@ -47,13 +47,17 @@ class Face:
         shares = _shares_memory(inner, _torch.local(self.compute))
         return self._made_for != (inner.dtype, inner.device, inner.shape, shares)
 
+    def move_to(self, sites: Sequence[Site]) -> None:
+        """Other places of the module hold it now."""
+        self.sites = sites
+
     def register(self) -> None:
         """Puts the registered form into the module, whatever it was made from."""
         for owner, key in self.sites:
             owner[key] = self.registered
 
     def show_compute(self) -> None:
-        """Puts the compute face into the module; where something else stands in, that in the form in which we compute.
+        """Puts the compute parameter into the module, or in its own place what stands in, converted.
 
         `torch.func.functional_call` puts tensors there for the time of a forward.
         """
@@ -78,7 +82,7 @@ class Face:
                 owner[key] = self.registered
 
     def refresh(self) -> None:
-        """Brings the compute face up to date with the registered parameter's values."""
+        """Brings the compute parameter up to date with the registered parameter's values."""
         if self.compute.requires_grad is not self.registered.requires_grad:
             self.compute.requires_grad = self.registered.requires_grad  # inside a transform the method is refused
         registered, compute = _torch.local(self.registered), _torch.local(self.compute)
@@ -93,16 +97,8 @@ class Face:
 
     @property
     def grad(self) -> Tensor | None:
-        """What this rank has to bring, as a local tensor."""
-        fresh = self._take_fresh()
-        if not self._folds:
-            self._accumulated = fresh
-            return fresh
-        earlier = self._earlier()
-        if earlier is None:
-            self._give(fresh)
-            return fresh
-        return earlier if fresh is None else earlier.add_(fresh)
+        """What this rank has to bring, as a local tensor, up to the latest `collect`."""
+        return self._earlier() if self._folds else self._accumulated
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
@@ -116,12 +112,22 @@ class Face:
             earlier = self._earlier()
             self._give(exact if earlier is None else earlier.add_(exact))
 
-    def shows_what_was_given(self) -> bool:
-        """Whether the registered gradient is what a round has delivered; if it is not, that is let go."""
+    def collect(self) -> None:
+        """Takes what backward has left on the compute parameter since the last time."""
+        fresh = self._take_fresh()
+        if not self._folds:
+            self._accumulated = fresh
+        elif (earlier := self._earlier()) is None:
+            self._give(fresh)
+        elif fresh is not None:
+            earlier.add_(fresh)
+
+    def release_given(self) -> bool:
+        """Lets go of what a round has delivered, unless the registered gradient still is that: then False."""
         if self._given is not None and self.registered.grad is self._given[1]:
-            return True
+            return False
         self._given = None
-        return False
+        return True
 
     def shows_what_nobody_gave(self) -> bool:
         return self.compute.grad is not None or (
@@ -129,10 +135,11 @@ class Face:
             and not (self._given is not None and self.registered.grad is self._given[1])
         )
 
-    def take_back(self) -> None:
+    def give_back_to_compute(self) -> None:
         """Puts what was delivered, or collected, into `.grad` of what computes, for whoever adds to it or scales it."""
         if not self._folds or self.compute.grad is not None or self.compute.dtype is not self.registered.dtype:
             return
+        self.collect()
         gradient = self.grad
         if gradient is not None:
             self.compute.grad = _torch.in_form_of(self.compute, gradient.clone())
@@ -156,7 +163,7 @@ class Face:
         return self.reduce_dtype is self.registered.dtype
 
     def _take_fresh(self) -> Tensor | None:
-        """What backward left on the compute face since the last time, in the dtype of the bucket."""
+        """What backward left on the compute parameter since the last time, in the dtype of the bucket."""
         fresh, self.compute.grad = self.compute.grad, None
         if fresh is None:
             return self._accumulated
@@ -166,7 +173,7 @@ class Face:
         return self._accumulated.add_(local)
 
     def _earlier(self) -> Tensor | None:
-        """The local tensor of the registered gradient; the very object we gave, so that it is recognised."""
+        """The local tensor of the registered gradient; the very object we gave, so that it is recognized."""
         gradient = self.registered.grad
         if gradient is None:
             return None
@@ -197,39 +204,38 @@ class _Forwards(threading.local):
 
     def __init__(self) -> None:
         self.depth = 0
-        self.met: dict[Faces, bool] = {}
+        self.met: dict[ComputeParameters, bool] = {}
         """Whose forwards ran inside the outermost one, and whether they go on computing after it."""
 
 
 _forwards = _Forwards()
 
 
-class Faces:
-    """All faces of one engine: which form of the parameters is in the module.
+class ComputeParameters:
+    """All compute parameters of one engine: which form of the parameters is in the module.
 
     It computes from the beginning of a forward to the end of its backward. Replicas may be nested: what computed in
     an inner forward does so until the outermost one ends, for whoever is around it may use the parameters again.
     """
 
     def __init__(self) -> None:
-        self._faces: Sequence[Face] = ()
-        self._inside: list[Faces] = []  # those of replicas that computed in the latest forward of this one
+        self._compute_parameters: Sequence[ComputeParameter] = ()
+        self._inside: list[ComputeParameters] = []  # those of replicas that computed in the latest forward of this one
         self.computing = False
-        self.until_backward_ends = True
-        """Whether the end of a backward shows the registered parameters; if not, who asks for them."""
+        self._until_backward_ends = True
 
     def __bool__(self) -> bool:
         """Whether there are any, here or in replicas inside this one."""
-        return bool(self._faces or self._inside)
+        return bool(self._compute_parameters or self._inside)
 
     @property
     def hidden(self) -> bool:
         """Whether there are some, and the module shows what is registered."""
-        return bool(self._faces) and not self.computing
+        return bool(self._compute_parameters) and not self.computing
 
-    def hold(self, faces: Sequence[Face]) -> None:
+    def hold(self, compute_parameters: Sequence[ComputeParameter]) -> None:
         """From now on other ones, which are registered."""
-        self._faces = faces
+        self._compute_parameters = compute_parameters
         self.to_registered()
 
     def begin_forward(self, recomputed: bool) -> None:
@@ -243,43 +249,51 @@ class Faces:
         _forwards.met[self] = backward_follows and _forwards.met.get(self, True)
         if _forwards.depth == 0:
             met, _forwards.met = _forwards.met, {}
-            self._inside = [faces for faces in met if faces and faces is not self]
-            for faces, goes_on in met.items():
+            self._inside = [
+                compute_parameters
+                for compute_parameters in met
+                if compute_parameters and compute_parameters is not self
+            ]
+            for compute_parameters, goes_on in met.items():
                 if not (goes_on and backward_follows):
-                    faces.to_registered()
+                    compute_parameters.to_registered()
+
+    def hide_after_backward(self, flag: bool) -> None:
+        """Whether the end of a backward shows the registered parameters; if not, who asks for them."""
+        self._until_backward_ends = flag
 
     def end_backward(self) -> None:
-        if not self.until_backward_ends:
+        if not self._until_backward_ends:
             return
         if _forwards.depth:  # it was started in a forward
             _forwards.met[self] = False
             return
-        for faces in (self, *self._inside):  # of which some may have had no part in it
-            if faces.until_backward_ends:
-                faces.to_registered()
+        for compute_parameters in (self, *self._inside):  # of which some may have had no part in it
+            if compute_parameters._until_backward_ends:
+                compute_parameters.to_registered()
 
     def to_compute(self) -> None:
-        """The module computes with the compute faces."""
-        for face in self._faces:
-            face.refresh()
-            face.show_compute()
-        self.computing = bool(self._faces)
+        """The module computes with the compute parameters."""
+        for compute_parameter in self._compute_parameters:
+            compute_parameter.refresh()
+            compute_parameter.show_compute()
+        self.computing = bool(self._compute_parameters)
 
     def to_registered(self) -> None:
         """The module shows its registered parameters."""
-        for face in self._faces:
-            face.show_registered()
+        for compute_parameter in self._compute_parameters:
+            compute_parameter.show_registered()
         self.computing = False
 
     def zero_grad(self, set_to_none: bool) -> None:
-        for face in self._faces:
-            face.zero_grad(set_to_none)
+        for compute_parameter in self._compute_parameters:
+            compute_parameter.zero_grad(set_to_none)
 
-    def take_back(self) -> None:
-        for face in self._faces:
-            face.take_back()
+    def give_back_to_compute(self) -> None:
+        for compute_parameter in self._compute_parameters:
+            compute_parameter.give_back_to_compute()
 
     def collect(self) -> None:
-        """After a backward without synchronisation: gradients go where `zero_grad` finds them."""
-        for face in self._faces:
-            _ = face.grad
+        """After a backward without synchronization: gradients go where `zero_grad` finds them."""
+        for compute_parameter in self._compute_parameters:
+            compute_parameter.collect()

@@ -22,7 +22,7 @@ _registrations = 0
 _watching = False
 
 
-class Tables:
+class ModuleSnapshot:
     """What all submodules have in some of their tables: `_parameters`, `_buffers` or `_modules`."""
 
     def __init__(self, modules: Iterable[nn.Module], name: str) -> None:
@@ -35,8 +35,8 @@ class Tables:
         self._seen = _registrations
         self._skipped = 0
 
-    def changed(self, doubt: bool = False) -> bool:
-        """Whether anything else is registered than at first."""
+    def look_for_changes(self, doubt: bool = False) -> bool:
+        """Whether anything else is registered than at first; looks if there is a reason to."""
         self._skipped += 1
         if not doubt and self._seen == _registrations and self._skipped < LOOK_ANYWAY:
             return False

@@ -1,16 +1,38 @@
-"""What of a module is ignored, also after it was changed."""
+"""Under which names replicated modules' parameters and buffers are known, and which of them are ignored.
+
+The names are the modules' own. Of several modules that are replicated together, a name begins with the module's number:
+`0.weight`, `1.weight`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from torch import Tensor, nn
 
+
+def named_parameters(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+    """One that several modules share comes once for each."""
+    for prefix, module in _prefixed(modules):
+        for name, parameter in module.named_parameters():
+            yield prefix + name, parameter
+
+
+def named_buffers(modules: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    for prefix, module in _prefixed(modules):
+        for name, buffer in module.named_buffers():
+            yield prefix + name, buffer
+
+
+def _prefixed(modules: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
+    return [(f"{number}." if len(modules) > 1 else "", module) for number, module in enumerate(modules)]
+
+
 T = TypeVar("T", bound=Tensor)
 
 
-class LeftOut:
+class IgnoredTensors:
     """Parameters and buffers that are ignored: by name, as the same object under another name, and inside submodules of
     which everything was ignored from the start, which may be pruned or parametrized like any other.
     """
@@ -19,9 +41,8 @@ class LeftOut:
         self._names = names
         self._ones: list[Tensor] = []
         self._submodules: list[nn.Module] = []
-        for number, module in enumerate(modules if names else ()):
-            prefix = f"{number}." if len(modules) > 1 else ""
-            self._ones += [p for name, p in module.named_parameters() if prefix + name in names]
+        if names:
+            self._ones += [parameter for name, parameter in named_parameters(modules) if name in names]
         ones = set(map(id, self._ones))
         for module in modules if names else ():
             for submodule in module.modules():

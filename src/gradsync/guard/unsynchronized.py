@@ -32,9 +32,13 @@ SAVED = "_gradsync_was_replicated"
 class Rounds(Protocol):
     """What a reducer tells."""
 
-    parameters: list[nn.Parameter]
     rounds: int
-    hidden: dict[int, str]
+
+    @property
+    def parameters(self) -> list[nn.Parameter]: ...
+
+    @property
+    def hidden(self) -> dict[int, str]: ...
 
     @property
     def rank(self) -> int: ...
@@ -191,6 +195,7 @@ def _look(optimizer: Optimizer) -> None:
         if engine is None or engine.reducer.size == 1:
             continue
         reducer: Rounds = engine.reducer
+        engine.transport.check_alive()
         names = reducer.name_dirty(one.indices) if reducer.seems_dirty else []
         names += [name for name, parameter in one.strays if _is_local(parameter, reducer)]
         since = _since.get(optimizer, {}).get(engine, 0)
@@ -207,7 +212,7 @@ def _is_local(parameter: Tensor, reducer: Rounds) -> bool:
     """Whether a parameter that is not managed has a gradient that no round has seen.
 
     One that is trained was unfrozen or put into the module since the last round, or its gradient would be ours; one
-    that is frozen may have what an earlier round left, but not what a backward without synchronisation did.
+    that is frozen may have what an earlier round left, but not what a backward without synchronization did.
     """
     if parameter.grad is None:
         return False

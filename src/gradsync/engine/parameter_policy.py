@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gradsync import _torch
-from gradsync.engine.face import Face, Site
+from gradsync.engine.compute_parameter import ComputeParameter, Site
 from gradsync.engine.outputs import tensors_in
 from gradsync.errors import InvalidOptionError
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Form:
-    """What a front was asked for. Nothing of it: parameters stay what they are, and have no faces."""
+class ParameterPolicy:
+    """What a front was asked for. Nothing of it: parameters stay what they are, and have no compute parameters."""
 
     mesh: DeviceMesh | None = None  # over which parameters are registered as DTensors
     whole_mesh: DeviceMesh | None = None  # of which that is a part, if inputs are DTensors over all of it
@@ -37,16 +37,18 @@ class Form:
         return {"mesh": mesh} | {name: repr(getattr(self, name)) for name in names}
 
     def takes_mesh(self, inputs: Any) -> bool:
-        """Whether parameters have to compute as DTensors over the whole mesh, as inputs are.
+        """Whether parameters have to compute as DTensors over the whole mesh.
 
-        With other dimensions than replicated ones always. Without, plain inputs, a part of the batch each, do too.
+        If it has other dimensions than the replicated ones; else only if inputs are DTensors.
         """
         if self.whole_mesh is None or self.mesh is None:
             return False
         return self.whole_mesh.ndim > self.mesh.ndim or any(_torch.is_dtensor(tensor) for tensor in tensors_in(inputs))
 
-    def face(self, name: str, parameter: nn.Parameter, sites: Sequence[Site], as_registered: bool) -> Face | None:
-        """The face of one parameter, made at the first sight of it; None if it needs none.
+    def compute_parameter(
+        self, name: str, parameter: nn.Parameter, sites: Sequence[Site], as_registered: bool
+    ) -> ComputeParameter | None:
+        """The compute parameter of one parameter, made at the first sight of it; None if it needs none.
 
         `as_registered`: a DTensor over the whole mesh computes as such.
         """
@@ -66,7 +68,7 @@ class Form:
             device = self.compute_device or _torch.local(computing).device
             copied = computing.detach().to(device=device, dtype=self._compute_dtype(computing))
             computing = nn.Parameter(copied, computing.requires_grad)
-        return Face(registered, computing, sites, self._reduced_dtype(registered), apart)
+        return ComputeParameter(registered, computing, sites, self._reduced_dtype(registered), apart)
 
     def cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Floating inputs in the dtype in which the parameters compute."""

@@ -2,13 +2,13 @@
 
 People freeze, unfreeze, convert (`module.double()`) and replace (`load_state_dict(assign=True)`)
 parameters in the middle of training; prune, parametrize or refit their modules, by which parameters get other names
-and new ones come. The roster notices at the beginning of a round, by comparing a few attributes of each parameter, and
+and new ones come. This notices at the beginning of a round, by comparing a few attributes of each parameter, and
 says what the new list is, and what other ranks must have in common of what is new.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple, Protocol
@@ -17,22 +17,22 @@ import torch
 from torch import Tensor, nn
 
 from gradsync import _torch
-from gradsync.engine.face import Face, Faces, Site
-from gradsync.engine.form import Form
-from gradsync.engine.left_out import LeftOut
+from gradsync.engine.compute_parameter import ComputeParameter, ComputeParameters, Site
+from gradsync.engine.module_names import IgnoredTensors, named_parameters
+from gradsync.engine.module_snapshot import ModuleSnapshot
+from gradsync.engine.parameter_policy import ParameterPolicy
 from gradsync.engine.plan import Spec, gradient_stride
-from gradsync.engine.tables import Tables
 from gradsync.guard.fingerprint import digest
 
 
 class HasGrad(Protocol):
-    """A parameter, or a face of one: where gradients are taken from and given to."""
+    """A parameter, or its compute parameter: where gradients are taken from and given to."""
 
     grad: Tensor | None
 
 
 @dataclass(slots=True)
-class Held:
+class DetachedGrad:
     """A gradient that belongs to no parameter's `.grad`."""
 
     grad: Tensor | None
@@ -43,8 +43,8 @@ class Managed(NamedTuple):
 
     spec: Spec
     parameter: nn.Parameter  # as registered: what the optimizer has
-    computing: nn.Parameter  # what backward accumulates into
-    slot: HasGrad
+    leaf: nn.Parameter  # what backward accumulates into
+    holder: HasGrad  # where the gradient is taken from and given to
 
 
 class Entry(NamedTuple):
@@ -52,7 +52,7 @@ class Entry(NamedTuple):
 
     name: str
     parameter: nn.Parameter
-    face: Face | None
+    compute_parameter: ComputeParameter | None
     trained: bool  # requires a gradient: it is managed
 
 
@@ -63,85 +63,81 @@ _device = Tensor.get_device  # its index: -1 for the CPU
 _size = Tensor.size  # `weight.data = ...` may change it
 
 
-class Roster:
+class ManagedParameters:
     """The parameters of some modules that are not ignored, in order of registration, shared ones once."""
 
     def __init__(
-        self, modules: Sequence[nn.Module], ignored: frozenset[str] = frozenset(), form: Form | None = None
+        self, modules: Sequence[nn.Module], ignored: frozenset[str] = frozenset(), policy: ParameterPolicy | None = None
     ) -> None:
         self._modules = modules
-        self._ignored = LeftOut(modules, ignored)
-        self._form = form or Form()
-        self._known: dict[nn.Parameter, Face | None] = {}
-        self._over_mesh = self._form.takes_mesh(())
-        self.faces = Faces()
+        self._ignored = IgnoredTensors(modules, ignored)
+        self._policy = policy or ParameterPolicy()
+        self._known: dict[nn.Parameter, ComputeParameter | None] = {}
+        self._over_mesh = self._policy.takes_mesh(())
+        self.compute_parameters = ComputeParameters()
         self._read()
-        self.agreed()
+        self.settle()
 
-    def agreed(self) -> None:
+    def settle(self) -> None:
         """All ranks have the same as this one now."""
         self._agreed, self._agreed_rows = self.entries, self._rows
         self.unsettled = False
         """Something was changed of which the other ranks have not said that they changed it too."""
 
     def _read(self) -> None:
-        if self.faces.computing:
-            self.faces.to_registered()
+        if self.compute_parameters.computing:
+            self.compute_parameters.to_registered()
         sites: dict[nn.Parameter, list[Site]] = {}
         for module in self._modules:
             for submodule in module.modules():
                 for key, parameter in submodule._parameters.items():
                     if parameter is not None:
                         sites.setdefault(parameter, []).append((submodule._parameters, key))
-        self.entries = [self._enter(n, p, sites[p]) for n, p in list(self.not_ignored())]
-        self._known = {entry.parameter: entry.face for entry in self.entries}
-        self.faces.hold([entry.face for entry in self.entries if entry.face is not None])
+        self.entries = [self._enter(n, p, sites[p]) for n, p in self.not_ignored()]
+        self._known = {entry.parameter: entry.compute_parameter for entry in self.entries}
+        self.compute_parameters.hold(
+            [entry.compute_parameter for entry in self.entries if entry.compute_parameter is not None]
+        )
         self._sparse = {weight for module in self._modules for weight in _sparse_parameters(module)}
         self._parameters = [entry.parameter for entry in self.entries]
         self._rows = self._compared()
-        self._structure = Tables(self._modules, "_modules")
-        self._registered = Tables(self._modules, "_parameters")
+        self._structure = ModuleSnapshot(self._modules, "_modules")
+        self._registered = ModuleSnapshot(self._modules, "_parameters")
 
     def _compared(self) -> list[list[object]]:
         return [list(map(get, self._parameters)) for get in (_requires_grad, _dtype, _device, _size)]
 
     def _enter(self, name: str, parameter: nn.Parameter, sites: list[Site]) -> Entry:
-        """An entry, with the face it had as long as that fits, else a new one."""
-        face = self._known.get(parameter)
-        if face is None or face.outdated():
-            face = self._form.face(name, parameter, sites, self._over_mesh)
-            if face is not None:
-                face.register()
+        """An entry, with the compute_parameter it had as long as that fits, else a new one."""
+        compute_parameter = self._known.get(parameter)
+        if compute_parameter is None or compute_parameter.outdated():
+            compute_parameter = self._policy.compute_parameter(name, parameter, sites, self._over_mesh)
+            if compute_parameter is not None:
+                compute_parameter.register()
         else:
-            face.sites = sites
-        registered = parameter if face is None else face.registered
-        return Entry(name, registered, face, registered.requires_grad)
-
-    def named(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """All parameters with their names; those of several modules begin with the module's number."""
-        seen: set[nn.Parameter] = set()
-        for number, module in enumerate(self._modules):
-            prefix = f"{number}." if len(self._modules) > 1 else ""
-            for name, parameter in module.named_parameters():
-                if parameter not in seen:
-                    seen.add(parameter)
-                    yield prefix + name, parameter
+            compute_parameter.move_to(sites)
+        registered = parameter if compute_parameter is None else compute_parameter.registered
+        return Entry(name, registered, compute_parameter, registered.requires_grad)
 
     def not_ignored(self) -> list[tuple[str, nn.Parameter]]:
-        return self._ignored.without(self.named())
+        """With their names; one that several modules share once, under the first one's."""
+        first: dict[nn.Parameter, str] = {}
+        for name, parameter in named_parameters(self._modules):
+            first.setdefault(parameter, name)
+        return self._ignored.without((name, parameter) for parameter, name in first.items())
 
     def managed(self) -> list[Managed]:
         """Those that are trained."""
         return [self._managed(entry) for entry in self.entries if entry.trained]
 
     def _managed(self, entry: Entry) -> Managed:
-        parameter, face = entry.parameter, entry.face
-        computing = parameter if face is None else face.compute
-        inner = _torch.local(computing)
-        dtype = inner.dtype if face is None else face.reduce_dtype
+        parameter, compute_parameter = entry.parameter, entry.compute_parameter
+        leaf = parameter if compute_parameter is None else compute_parameter.compute
+        inner = _torch.local(leaf)
+        dtype = inner.dtype if compute_parameter is None else compute_parameter.reduce_dtype
         sparse = parameter in self._sparse
         spec = Spec(entry.name, tuple(inner.shape), gradient_stride(inner), dtype, inner.device, sparse)
-        return Managed(spec, parameter, computing, parameter if face is None else face)
+        return Managed(spec, parameter, leaf, parameter if compute_parameter is None else compute_parameter)
 
     def describe(self) -> str:
         """A text that is equal on two ranks if they manage the same parameters, and have made the same change."""
@@ -158,7 +154,7 @@ class Roster:
                 rows.append(f"{entry.name}: {shape} {entry.parameter.dtype}{news}")
         return "\n".join(rows)
 
-    def changed(self, doubt: bool) -> bool:
+    def look_for_changes(self, doubt: bool) -> bool:
         """Whether parameters were frozen, converted, moved, resized or replaced, or submodules added or replaced.
 
         `doubt`: some did not arrive as they used to, as if others were in their place.
@@ -166,30 +162,32 @@ class Roster:
         return (
             self.unsettled
             or self._compared() != self._rows
-            or self._structure.changed(doubt)
-            # While computing faces are in the place of registered ones there is nothing to compare.
-            or (not self.faces.computing and self._registered.changed(doubt))
+            or self._structure.look_for_changes(doubt)
+            # While compute parameters are in the place of registered ones there is nothing to compare.
+            or (not self.compute_parameters.computing and self._registered.look_for_changes(doubt))
         )
 
-    def renew_faces(self, inputs: object) -> bool:
-        """Before forward: parameters that were converted need other faces at once, not only in backward.
+    def renew_compute_parameters(self, inputs: object) -> bool:
+        """Before forward: parameters that were converted need other compute parameters at once, not only in backward.
 
         So do those whose inputs are of another kind than before. Whether that was so.
         """
-        over_mesh = self._form.takes_mesh(inputs)
+        over_mesh = self._policy.takes_mesh(inputs)
         if over_mesh is not self._over_mesh:
             self._over_mesh = over_mesh
-            self.faces.to_registered()
+            self.compute_parameters.to_registered()
             self._known.clear()
-        elif self.faces.computing or not self._moved():
+        elif self.compute_parameters.computing or not self._moved():
             return False
         self._read()
         self.unsettled = True
         return True
 
     def _moved(self) -> bool:
-        moved = self._structure.changed(False) or self._registered.changed(False)
-        return moved or any(entry.face is not None and entry.face.outdated() for entry in self.entries)
+        moved = self._structure.look_for_changes(False) or self._registered.look_for_changes(False)
+        return moved or any(
+            entry.compute_parameter is not None and entry.compute_parameter.outdated() for entry in self.entries
+        )
 
     def new_names(self) -> list[str]:
         """Names under which the ranks have agreed on nothing yet."""
@@ -200,17 +198,20 @@ class Roster:
 
     def refresh(self) -> bool:
         """Reads the module anew; whether anything is not what all ranks had."""
-        computing = self.faces.computing
+        computing = self.compute_parameters.computing
         self._read()
         if computing:
-            self.faces.to_compute()
+            self.compute_parameters.to_compute()
         self.unsettled = _signature(self.entries, self._rows) != _signature(self._agreed, self._agreed_rows)
         return self.unsettled
 
 
 def _signature(entries: Sequence[Entry], rows: Sequence[Sequence[object]]) -> list[tuple[object, ...]]:
     """Equal to another one if they are the same parameters, in the same state as far as the engine cares."""
-    return [(id(e.parameter), id(e.face), e.trained, e.name, *row) for e, *row in zip(entries, *rows, strict=True)]
+    return [
+        (id(e.parameter), id(e.compute_parameter), e.trained, e.name, *row)
+        for e, *row in zip(entries, *rows, strict=True)
+    ]
 
 
 def _sparse_parameters(module: nn.Module) -> set[Tensor]:

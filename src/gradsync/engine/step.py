@@ -1,0 +1,519 @@
+"""One training step of a replicated module: what its front does around forward, and what autograd tells in backward.
+
+From top to bottom it is a step. It opens rounds and ends those of a backward; what a round is, is in `round.py`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from gradsync import _torch
+from gradsync.engine import without_backward
+from gradsync.engine.backward import Backward, accumulates, arm, come_at_once
+from gradsync.engine.buffers import Buffers
+from gradsync.engine.managed_parameters import ManagedParameters
+from gradsync.engine.module_state import ModuleState, Settings
+from gradsync.engine.outputs import check_local, tensors_in
+from gradsync.engine.parameter_group import ParameterGroup
+from gradsync.engine.parameter_policy import ParameterPolicy
+from gradsync.engine.reducer import Reducer
+from gradsync.engine.round import Phase, Round
+from gradsync.engine.uneven import Joining
+from gradsync.errors import (
+    HookError,
+    NoProcessGroupError,
+    ParametersChangedError,
+    ReplicaLostError,
+    RoundTimeoutError,
+    UnfinishedRoundError,
+)
+from gradsync.events import Recorder
+from gradsync.guard import unsynchronized
+from gradsync.guard.replicas import Comparison
+from gradsync.transport.base import Transport
+
+_current_backward = _torch.current_graph_task
+# Who reduces a parameter's gradient. Two that do would take it from each other.
+_owners: MutableMapping[Tensor, weakref.ref[TrainingStep]] = WeakTensorKeyDictionary()
+
+
+def owner_of(parameter: Tensor) -> TrainingStep | None:
+    """Who reduces this parameter's gradient, if anybody does."""
+    found = _owners.get(parameter)
+    return found() if found is not None else None
+
+
+class TrainingStep:
+    """Of one replicated module, or of several together. `Engine` adds how it is made, and what the fronts offer."""
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        transport: Transport,
+        policy: ParameterPolicy,
+        managed: ManagedParameters,
+        buffers: Buffers,
+        state: ModuleState,
+        settings: Settings,
+        reducer: Reducer,
+        *,
+        input_device: torch.device | None,
+        left_alone: Iterable[Tensor],
+        is_wrapped: bool,
+    ) -> None:
+        """`input_device`, `left_alone`, `is_wrapped`: see `Engine`."""
+        self.modules, self.module = list(modules), modules[0]
+        self.transport, self.policy = transport, policy
+        self.managed, self.buffers, self.reducer = managed, buffers, reducer
+        self.joining: Joining | None = None
+        """Inside a `Join` context of torch's: who tells ranks without data of our rounds."""
+        self._state, self._settings = state, settings
+        self._input_device, self._is_wrapped = input_device, is_wrapped
+        self._left_alone: MutableMapping[Tensor, None] = WeakTensorKeyDictionary()
+        self._left_alone.update(dict.fromkeys(left_alone))
+        self._recorders: list[Recorder] = []
+        self._looked_for_optimizers = False
+        self._outside = False  # the others have gone on over a group without this rank
+        self._superseded = False  # another replica of the same module has the parameters
+        self._apart = False  # replicas differ on purpose
+        self._backward = Backward(at_end=self._backward_ended)
+        self._not_a_round = _torch.NO_GRAPH_TASK  # a backward that was found to be none
+        self._rpc_contexts: set[int] = set()
+        self._listening: tuple[ParameterGroup, Callable[[], object]] | None = None
+        self._compare()
+        self._claim()
+        self._listen()
+
+    # --- forward, as the fronts drive it --------------------------------------------------------------
+
+    def before_forward(self, inputs: object = ()) -> None:
+        if self._superseded:  # by another wrapper of the same module; now it is our turn again
+            self._claim()
+            self._manage()
+        if _current_backward() != _torch.NO_GRAPH_TASK:  # a recomputation inside backward
+            self._notice_death()
+            if self.managed.compute_parameters:
+                self._backward.enter()
+            self.managed.compute_parameters.begin_forward(recomputed=True)
+            return
+        if not self.reducer.forked:
+            self.transport.check_alive()
+            self.reducer.lockstep.enter("in forward")
+        if not self._looked_for_optimizers:  # torch's way to have optimizers in backward comes after wrapping
+            self._looked_for_optimizers = True
+            self.reducer.take_over_optimizers()
+        self.abandon_dead()
+        self.reducer.forward_begins()
+        if not self.reducer.forked:  # a child evaluates with the buffers that the rank had
+            self.buffers.before_forward()
+        if self.joining is not None:
+            self.joining.forward_begins()
+        if self.managed.compute_parameters:
+            renewed = self.managed.renew_compute_parameters(inputs)
+            if self.policy.mesh is not None and (names := self.managed.new_names()):
+                raise ParametersChangedError(
+                    f"rank {self.transport.rank}: parameters of a module that is replicated over a mesh were added or "
+                    f"renamed: {', '.join(map(repr, names[:5]))}. Change the module before replicating it, after "
+                    "gradsync.unreplicate(module), or replicate it over a process group instead."
+                )
+            if renewed and self.reducer.group.plan is None:
+                self._claim()
+                self._manage()  # later only when all ranks say so
+        self.managed.compute_parameters.begin_forward(recomputed=False)
+
+    def prepare_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Inputs on the module's device, and in the dtype in which it computes."""
+        if self._input_device is not None:
+            (args, *_), (kwargs, *_) = _torch.to_kwargs(args, kwargs, self._input_device)
+        return self.policy.cast_inputs(args, kwargs)
+
+    def after_forward(self, output: object) -> None:
+        """Puts a hook on the outputs: backward passes it first, in the outermost backward."""
+        _torch.leave_to_python()
+        hooked = False
+        try:
+            if not self.reducer.forked:
+                self.buffers.after_forward()
+            hooked = self._hook_outputs(output)
+        finally:
+            self.end_forward(hooked)
+
+    def end_forward(self, backward_follows: bool = False) -> None:
+        """The same for a forward that has raised."""
+        inside_backward = _torch.current_graph_task() != _torch.NO_GRAPH_TASK
+        self.managed.compute_parameters.end_forward(backward_follows or inside_backward)
+
+    def _hook_outputs(self, output: object) -> bool:
+        """Whether there is any that a backward may begin with."""
+        hooked = False
+        if torch.is_grad_enabled() and not _torch.inside_transform():
+            context = _torch.distributed_autograd_context()
+            reached = self._output_reached if context is None else partial(self._distributed_output_reached, context)
+            if context is not None:
+                check_local(output)
+            for tensor in tensors_in(output):
+                if tensor.requires_grad and not tensor.is_leaf:
+                    tensor.register_hook(reached)
+                    hooked = True
+        return hooked
+
+    # --- backward, as autograd tells of it ------------------------------------------------------------
+
+    def _output_reached(self, gradient: Tensor) -> None:
+        """Backward came to an output of the module: the first sign of a round."""
+        self._notice_death()
+        if self.managed.compute_parameters and not _torch.another_half_follows():
+            self._backward.enter()
+        if _torch.splits_backward():
+            self._split_begins()
+        reducer = self.reducer
+        if reducer.round is None and not (reducer.synchronizing and accumulates(reducer.group.leaves)):
+            return
+        if self._enter_backward(passed_output=True) is None:
+            return
+        node, group = _torch.current_node(), reducer.group
+        if node is not None and _torch.compiles() and (_torch.is_compiled(node) or not group.as_expected):
+            together = (group.index_of.get(id(leaf)) for leaf in come_at_once(node))
+            group.expect_at_once(index for index in together if index is not None)
+
+    def gradient_arrived(self, leaf: Tensor) -> None:
+        """Autograd has accumulated into a parameter's `.grad`."""
+        reducer = self.reducer
+        index = reducer.group.gradient_arrived(leaf)
+        opened = reducer.round
+        if opened is None or _current_backward() not in self._backward.met:
+            self._notice_death()
+            if reducer.round is None and not reducer.synchronizing:
+                return
+            opened = self._enter_backward(passed_output=False)
+            index = reducer.group.gradient_arrived(leaf)  # the managed parameters may have been replaced
+            if opened is None or index < 0:
+                return
+        opened.gradient_arrived(index)
+
+    def _enter_backward(self, passed_output: bool) -> Round | None:
+        """Opens a round, or notes that one more backward, a nested one or its parent, takes part in it."""
+        reducer = self.reducer
+        if reducer.round is None:
+            _torch.check_not_compiled()
+            backward = _current_backward()
+            if backward == self._not_a_round:
+                return None
+            abandon_together(self)
+            if reducer.split or not self._may_open(passed_output) or not reducer.parameters:
+                if passed_output or not self._evaluates_alone():
+                    self._not_a_round = backward
+                return None
+            reducer.group.gradients.check_first_order()
+            with _listing:
+                position = sum(backward in other._backward.met for other in _with_rounds)
+            reducer.open_round(second_order=torch.is_grad_enabled(), position=position)  # in a backward: for a graph
+            with _listing:
+                _with_rounds.add(self)
+        self._backward.enter()
+        return reducer.round
+
+    def _notice_death(self) -> None:
+        """A backward that raised never ends. When another one runs, what it has left waits to be abandoned."""
+        if self._backward.died():
+            strand_together(self)
+
+    def _may_open(self, passed_output: bool) -> bool:
+        """Whether a backward that begins, in which an output was passed or not, is a round; sees to changes first."""
+        if self._superseded or (self._evaluates_alone() and not passed_output):
+            return False
+        if self._outside:
+            raise NoProcessGroupError(
+                f"rank {self.transport.rank}: {type(self.module).__name__} was moved to a process group that this rank "
+                "is not in, so that a backward here would wait for ranks that have left. Sit this phase out, or move "
+                "the module to a group with this rank, on all of its ranks."
+            )
+        if self.managed.compute_parameters and _current_backward() != _torch.NO_GRAPH_TASK:
+            self._backward.enter()  # perhaps no output was passed
+        self._confirm_changes()
+        if self.joining is not None:
+            self.joining.round_opens()
+        return True
+
+    def _evaluates_alone(self) -> bool:
+        """Whether a backward that passes no output is none of ours; see `Engine`."""
+        return self._is_wrapped and not self.module.training
+
+    def abandon_dead(self) -> None:
+        """Outside of any backward: one that has not ended by now has raised. Its rounds are abandoned together."""
+        reducer = self.reducer
+        if reducer.forked:
+            return
+        if reducer.round is not None and not reducer.runs_elsewhere():
+            strand_together(self)
+        elif reducer.round is None:
+            self._backward.forget()
+        abandon_together(self)
+
+    def _confirm_changes(self) -> None:
+        """Before a round: what this rank has set or changed since the one before, all ranks must have."""
+        changes = self._state.find_changes(doubt=not self.reducer.group.as_expected)
+        self.reducer.confirm(self._settings.described, changes.described)
+        if changes.parameters:
+            self._claim()
+            self._manage()
+            self._compare()
+        elif changes.described:
+            self.buffers.settle()
+        self._listen()
+
+    def gradient_comes(self, identity: int) -> None:
+        """With sums, before autograd adds to a `.grad` that was reduced: divides it by N, as N ranks will bring it.
+
+        (A mean needs no such care.)
+        """
+        group, ranks = self.reducer.group, self.reducer.config.scaling.multiplicity
+        index = group.index_of.get(identity)
+        if index is None or ranks == 1 or index in group.dirty:
+            return
+        if _torch.will_accumulate(group.leaves[index]):
+            group.divide(index, ranks)
+
+    def _split_begins(self) -> None:
+        if self.managed.compute_parameters.hidden:
+            raise UnfinishedRoundError(
+                f"rank {self.transport.rank}: a pipeline splits a backward of {type(self.module).__name__} after "
+                "another backward, or reshard(), has put its registered parameters back. The half of the weights would "
+                "miss those that compute. Keep full and split backwards apart, or replicate over a "
+                "process_group instead of a mesh, and without a precision policy."
+            )
+        self.reducer.split_backward(True)
+        self.managed.compute_parameters.give_back_to_compute()
+
+    # --- the end of backward --------------------------------------------------------------------------
+
+    def _backward_ended(self) -> None:
+        """The outermost backward, with or without synchronization, is over."""
+        task = _current_backward()
+        with _listing:
+            engines = [other for other in _with_rounds if task in other._backward.met and other is not self]
+        self.show_registered()
+        if self.reducer.round is not None:
+            end_rounds([self, *engines])
+
+    def show_registered(self) -> None:
+        """After a backward; compute parameters hand over what they were given."""
+        self._backward.forget()
+        if not self.reducer.split:  # else second halves follow, which look for them
+            self.managed.compute_parameters.collect()
+            self.managed.compute_parameters.end_backward()
+
+    def end_round(self) -> None:
+        """All buckets of the round under way have left: runs it to its end. If they could not, it is abandoned."""
+        ended_at = time.perf_counter()
+        assert self.reducer.round is not None
+        if self.reducer.round.phase is Phase.OVER:  # the ranks found out in the middle of it that they differ
+            self.reducer.drop_round()
+            return
+        if self.reducer.round.phase is Phase.OPEN:
+            self.reducer.end_abandoned()
+            return
+        try:
+            failed = self.reducer.deliver_round()
+            try:
+                if (stepper := self.reducer.config.stepper) is not None:
+                    stepper.round_closed(self.transport)
+                self.buffers.round_closed()
+                if self.joining is not None:
+                    self.joining.round_closed()
+            except Exception as error:
+                raise (failed or error) from None
+            event = self.reducer.end_round(failed is None, ended_at)
+        except BaseException:
+            self.reducer.drop_round()
+            raise
+        if failed is not None:
+            raise failed
+        if event is not None:
+            for recorder in self._recorders:
+                recorder(event)
+
+    def end_open_round(self) -> None:
+        """One that no backward ends."""
+        end_rounds([self])
+
+    def add_recorder(self, recorder: Recorder) -> None:
+        """From now on it is told of each round, too."""
+        self._recorders.append(recorder)
+
+    # --- backwards of torch's RPC ---------------------------------------------------------------------
+
+    def _distributed_output_reached(self, context: int, gradient: Tensor) -> None:
+        """A backward of torch's RPC: it leaves gradients in its context, where they are reduced at its end."""
+        if self.reducer.synchronizing and context not in self._rpc_contexts:
+            self._rpc_contexts.add(context)
+            _torch.at_end_of_backward(partial(self._distributed_backward_ended, context))
+
+    def _distributed_backward_ended(self, context: int) -> None:
+        self._rpc_contexts.discard(context)
+        found = _torch.distributed_gradients(context)
+        self._confirm_changes()
+        gradients = [found.get(parameter) for parameter in self.reducer.parameters]
+        without_backward.synchronize_tensors(self, gradients)
+
+    # --- which parameters it listens to ---------------------------------------------------------------
+
+    def _manage(self) -> None:
+        """Goes on with the parameters that are managed now."""
+        self.reducer.replace(self.managed.managed())
+        self._listen()
+
+    def _listen(self) -> None:
+        """Hears of arrivals at the parameters that the reducer has now."""
+        group = self.reducer.group
+        if self._listening is None or self._listening[0] is not group:
+            self._stop_listening()
+            is_sum = self.reducer.config.scaling.multiplicity != 1
+            self._listening = group, arm(self, group.leaves, before=is_sum)
+
+    def _stop_listening(self) -> None:
+        if self._listening is not None:
+            self._listening[1]()
+            self._listening = None
+
+    def disarm(self) -> None:
+        """Leaves the module as if it had never been replicated."""
+        self.managed.compute_parameters.to_registered()
+        self._stop_listening()
+        unsynchronized.unwatch(self)
+
+    def _claim(self) -> None:
+        """Takes the managed parameters over from any engine that had them."""
+        self._superseded = False
+        for one in self.managed.managed():
+            owner = owner_of(one.leaf)
+            if owner is not None and owner is not self:
+                owner.supersede()
+            _owners[one.leaf] = weakref.ref(self)
+        unsynchronized.watch(self)
+
+    def supersede(self) -> None:
+        """Another engine has the parameters, until a forward here takes them back."""
+        self._superseded = True
+        self.disarm()
+
+    def _compare(self, anew: bool = False) -> None:
+        """From now on each round compares some of the present parameters; `anew`: with other ranks."""
+        tensors = self._compared()
+        before = None if anew else self.reducer.comparison
+        alone = self.transport.size == 1 or not tensors
+        self.reducer.compare(None if alone else Comparison(tensors, self._settings.verify, self._apart, before))
+
+    def _compared(self) -> dict[str, Tensor]:
+        return {entry.name: entry.parameter for entry in self.managed.entries}
+
+    def trained_alone(self) -> None:
+        """Replicas differ on purpose from now on: nobody compares them until `verify` finds them equal."""
+        if not self._apart:
+            self._apart = True
+            self._compare()
+
+    def unmanaged(self) -> dict[int, str]:
+        """Names, by their ids, of parameters inside the modules that are not managed now, and not ignored."""
+        managed = set(map(id, [*self.reducer.parameters, *self.reducer.group.leaves]))
+        return {id(parameter): name for name, parameter in self.managed.not_ignored() if id(parameter) not in managed}
+
+    def known(self) -> set[int]:
+        """Ids of all parameters that are managed here, or that it was told to leave alone."""
+        inside = {id(parameter) for module in self.modules for parameter in module.parameters()}
+        registered = {id(entry.parameter) for entry in self.managed.entries}
+        return inside | registered | {id(parameter) for parameter in self._left_alone}
+
+
+# Those with a round that a backward has opened; replicas may train in threads of their own.
+_with_rounds: weakref.WeakSet[TrainingStep] = weakref.WeakSet()
+_listing = threading.Lock()
+
+
+def end_rounds(engines: Sequence[TrainingStep]) -> None:
+    """Ends the rounds of one backward, in the same order on all ranks, and raises what failed first, at the end.
+
+    All of them first launch what they have left: waiting for one while another rank waits for a second one would be
+    for ever. One that could not be launched is abandoned: the other ranks raise. (With a communication hook, that is
+    done by the next forward.)
+    """
+    engines = sorted(engines, key=lambda engine: engine.reducer.lockstep.serial)
+    failures: list[Exception] = []
+    for engine in engines:
+        others = [other.reducer.lockstep for other in engines if other is not engine]
+        engine.show_registered()
+        try:
+            assert engine.reducer.round is not None
+            engine.reducer.round.launch_rest(others)
+        except Exception as error:
+            failures.append(error)
+    nobody_waits = any(map(_lost_each_other, failures))
+    somebody_waits = not nobody_waits and any(engine.reducer.has_sent for engine in engines)
+    for engine in engines:
+        with _listing:
+            _with_rounds.discard(engine)
+        if not somebody_waits:
+            engine.reducer.drop_round()
+            continue
+        if engine.reducer.hooked and not engine.reducer.is_launched:
+            # Its hook has just raised, and is needed to send the rest: the next forward does so.
+            engine.reducer.strand_round()
+            continue
+        try:
+            engine.end_round()
+        except Exception as error:
+            failures.append(error)
+            somebody_waits = not _lost_each_other(error)
+    if failures:
+        raise failures[0]
+
+
+def strand_together(engine: TrainingStep) -> None:
+    """A backward has raised: all its rounds wait to be abandoned."""
+    with _listing:
+        dead = [other for other in _with_rounds if other._backward.met.keys() & engine._backward.met.keys()]
+        for other in {engine, *dead}:
+            _with_rounds.discard(other)
+            other._backward.forget()
+            other.reducer.strand_round({engine, *dead} - {other})
+
+
+def abandon_together(engine: TrainingStep) -> None:
+    """Ends what a backward that raised has left, of all replicas that took part in it, as other ranks wait for them.
+
+    If nothing of it had left, there was no round. Raises what the ranks find to be different.
+    """
+    stranded = [one for one in (engine, *engine.reducer.stranded_with) if one.reducer.is_stranded]
+    stranded.sort(key=lambda one: one.reducer.lockstep.serial)
+    somebody_waits = any(one.reducer.has_sent for one in stranded)
+    for one in stranded:
+        one.reducer.resume_round()
+        if somebody_waits:
+            one.reducer.send_abandoned()
+    failures: list[Exception] = []
+    for one in stranded:
+        if not somebody_waits:
+            one.reducer.drop_round()
+            continue
+        try:
+            one.end_round()
+        except Exception as error:
+            failures.append(error)
+            somebody_waits = not _lost_each_other(error)
+    if failures:
+        raise failures[0]
+
+
+def _lost_each_other(error: Exception) -> bool:
+    """Whether ranks have given up waiting for each other: there is nobody to end a round with."""
+    lost = isinstance(error, (ReplicaLostError, RoundTimeoutError))
+    return lost or (isinstance(error, HookError) and error.timed_out)
