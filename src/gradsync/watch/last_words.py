@@ -1,0 +1,74 @@
+"""What a rank says when its process ends: how, and with which exception.
+
+Python keeps the exception that nobody caught, and runs what is registered for the end of a process; so nothing of the
+user's is replaced. Children of `multiprocessing` (`mp.spawn`) leave without that, but have an end of their own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import multiprocessing.util
+import os
+import sys
+import weakref
+
+from gradsync.errors import ReplicaLostError, RoundTimeoutError
+from gradsync.watch import error_file, position
+from gradsync.watch.node import Node
+from gradsync.watch.notice import MOST_TEXT, How, Notice
+
+SECONDS = 0.5  # for them to leave
+_nodes: weakref.WeakSet[Node] = weakref.WeakSet()
+_registered_in = 0  # the process
+
+
+def remember(node: Node) -> None:
+    """From now on its neighbors hear how this process ends."""
+    global _registered_in
+    _nodes.add(node)
+    if _registered_in != os.getpid():
+        _registered_in = os.getpid()
+        atexit.register(_say, os.getpid())
+        if multiprocessing.process.parent_process() is not None:
+            multiprocessing.util.Finalize(None, _say, args=(os.getpid(),), exitpriority=1000)
+
+
+def _say(process: int) -> None:
+    if process != os.getpid():
+        return
+    error = _uncaught()
+    if error is not None:
+        with contextlib.suppress(Exception):  # before the others can raise for it
+            error_file.write(error, fell_with_others=bool(_ranks_blamed(error)))
+    for node in list(_nodes):
+        node.say(words_for(error, node.rank), SECONDS)
+        node.end()
+    _nodes.clear()
+
+
+def _uncaught() -> BaseException | None:
+    """What ends this process, if it is an exception."""
+    error: BaseException | None = sys.exc_info()[1]
+    if error is None and not hasattr(sys, "ps1"):  # a notebook's latest one did not end it
+        error = getattr(sys, "last_value", None)
+    while isinstance(error, SystemExit) and error.__context__ is not None:  # as `mp.spawn` ends after an exception
+        error = error.__context__
+    return None if isinstance(error, SystemExit) and not error.code else error
+
+
+def words_for(error: BaseException | None, rank: int) -> Notice:
+    at = position.here.now.aged()
+    if error is None:
+        return Notice(rank, How.ENDED, at=at, rounds=tuple(position.here.rounds.items()))
+    because = _ranks_blamed(error)
+    try:
+        why = f"{type(error).__name__}: {error}"[:MOST_TEXT]
+    except Exception:  # in its `__str__`
+        why = type(error).__name__
+    return Notice(rank, How.RAISED, why, tuple(position.lines_of(error)), because, at)
+
+
+def _ranks_blamed(error: BaseException) -> tuple[int, ...]:
+    """Others, if it is one that a rank raises because of them."""
+    return tuple(error.ranks) if isinstance(error, (ReplicaLostError, RoundTimeoutError)) else ()
