@@ -7,7 +7,7 @@ from gradsync._version import __version__
 from gradsync.checkpoint import checkpoint
 from gradsync.ddp import DistributedDataParallel
 from gradsync.guard.fingerprint import fingerprint
-from gradsync.guard.unsynchronised import allow_unsynchronized_steps
+from gradsync.guard.unsynchronized import allow_unsynchronized_steps
 from gradsync.observe.statistics import Statistics
 from gradsync.options import Options
 from gradsync.replica import overlap_optimizer, statistics, uneven, verify

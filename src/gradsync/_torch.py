@@ -246,6 +246,13 @@ def store_of(group: dist.ProcessGroup) -> Store:
     return store
 
 
+def host_of(store: Store) -> str:
+    """The name or address of the host that keeps it; "" if none does (2.13: below layers of prefixes)."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return str(getattr(store, "host", ""))
+
+
 def cat_into(flat: Tensor, tensors: list[Tensor]) -> bool:
     """Writes tensors one after the other into `flat`, of shape (1, their elements); False if torch has no quick way.
 
@@ -329,6 +336,12 @@ def gloo_of(group: dist.ProcessGroup) -> Any:
     except RuntimeError:  # a group for GPUs, or one that is written in Python
         return None
     return backend if type(backend) is getattr(dist, "ProcessGroupGloo", None) else None
+
+
+def gloo_threads(group: dist.ProcessGroup) -> int | None:
+    """With how many threads the group's gloo works (2.13: an option that is readable, but private)."""
+    threads: int | None = getattr(getattr(gloo_of(group), "options", None), "_threads", None)
+    return threads
 
 
 def connect_gloo(like: Any, store: Store, name: str, rank: int, size: int, seconds: float) -> Any:

@@ -53,6 +53,9 @@ class CheckpointState:
 
     options = CheckpointOptions()
 
+    def choose(self, options: CheckpointOptions) -> None:
+        self.options = options
+
 
 class CheckpointModule(ComposableModule, nn.Module):
     """A module whose activations are recomputed in backward."""
@@ -120,12 +123,14 @@ def checkpoint(
     _check_suitable(module)
     state = checkpoint.state(module)
     assert state is not None
-    state.options = CheckpointOptions(
-        preserve_rng_state=preserve_rng_state,
-        context_fn=context_fn,
-        determinism_check=determinism_check,
-        debug=debug,
-        early_stop=early_stop,
+    state.choose(
+        CheckpointOptions(
+            preserve_rng_state=preserve_rng_state,
+            context_fn=context_fn,
+            determinism_check=determinism_check,
+            debug=debug,
+            early_stop=early_stop,
+        )
     )
     put_on(module, CheckpointModule, "Checkpoint")
 
@@ -176,7 +181,7 @@ def _versions(module: nn.Module) -> dict[nn.Module, object]:
 
 
 def _has_statistics(module: nn.Module) -> bool:
-    """Normalisation layers write to their running statistics without torch counting it as a write."""
+    """Normalization layers write to their running statistics without torch counting it as a write."""
     return module.training and getattr(module, "running_mean", None) is not None
 
 

@@ -68,13 +68,13 @@ def contract(
     def decorate(function: Callable[Concatenate[Any, P], Any]) -> Api[P, S]:
         @functools.wraps(function)
         def api(module: Any, *args: P.args, **kwargs: P.kwargs) -> Any:
-            roots = _roots(module)
-            before = [_Names.of(root) for root in roots]
-            with _enrolled(roots, function.__name__, function, state_cls()):
+            found = roots(_listed(module))
+            before = [_Names.of(root) for root in found]
+            with _enrolled(found, function.__name__, function, state_cls()):
                 result = function(module, *args, **kwargs)
                 if result is None:
                     result = module
-                _check_kept(function.__name__, before, [_Names.of(root) for root in _roots(result)])
+                _check_kept(function.__name__, before, [_Names.of(root) for root in roots(_listed(result))])
             return result
 
         api.state = functools.partial(_state, key=function)  # type: ignore[attr-defined]
@@ -83,14 +83,18 @@ def contract(
     return decorate
 
 
-def _roots(modules: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
+def roots(modules: Sequence[nn.Module]) -> list[nn.Module]:
     """The given modules without those that are part of another one."""
+    inner = {id(part) for module in modules for part in module.modules() if part is not module}
+    return [module for module in dict.fromkeys(modules) if id(module) not in inner]
+
+
+def _listed(modules: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
     given = [modules] if isinstance(modules, nn.Module) else list(modules)
     for module in given:
         if not isinstance(module, nn.Module):
             raise TypeError(f"expected an nn.Module or a sequence of them, but found a {type(module).__name__}")
-    inner = {id(part) for module in given for part in module.modules() if part is not module}
-    return [module for module in dict.fromkeys(given) if id(module) not in inner]
+    return given
 
 
 class _Names(NamedTuple):

@@ -1,4 +1,4 @@
-"""Front 2: `DistributedDataParallel(module)`, the wrapper with torch's signature and behaviour.
+"""Front 2: `DistributedDataParallel(module)`, the wrapper with torch's signature and behavior.
 
 It translates torch's arguments into `Options` and drives the same engine as `replicate`. Private
 names of torch's class that frameworks and tests rely on are in `ddp_private.py`.
@@ -22,13 +22,11 @@ from torch.nn.parallel import scatter_gather
 
 from gradsync import _torch, arguments, contract
 from gradsync.ddp_private import TorchPrivate, _MixedPrecision
-from gradsync.engine.engine import Engine
 from gradsync.errors import InvalidOptionError, UnsuitableModuleError, WrongTypeError
 from gradsync.groups import check_group, check_mesh, group_of_mesh, resolve_group
 from gradsync.joinable import JoinableReplica, NamedJoin
-from gradsync.options import Buffers, Options, Reduce, Transport, Verify
-from gradsync.replica import API, Replica
-from gradsync.transport.choice import choose
+from gradsync.options import BufferMode, Options, Reduce, TransportChoice, Verify
+from gradsync.replica import API, Replica, make_engine
 
 PREFIX = "module."
 
@@ -77,9 +75,9 @@ class DistributedDataParallel(TorchPrivate, JoinableReplica, Replica, nn.Module,
         forward_sync_buffers: bool | None = None,
         *,
         reduce: Reduce = "mean",
-        buffers: Buffers | None = None,
+        buffers: BufferMode | None = None,
         buffers_from: int = 0,
-        transport: Transport = "auto",
+        transport: TransportChoice = "auto",
         verify: Verify = "auto",
     ) -> None:
         arguments.module(module, "DistributedDataParallel", "For several modules use gradsync.replicate([...]).")
@@ -153,20 +151,8 @@ class DistributedDataParallel(TorchPrivate, JoinableReplica, Replica, nn.Module,
     def _connect(self, group: dist.ProcessGroup, options: Options, alone: bool = False) -> None:
         self.process_group = group
         ignored = frozenset(self.parameters_to_ignore)
-        form = None if self.mixed_precision is None else self.mixed_precision.form()
-        may_talk = options.init_sync != "none"
-        transport = choose(
-            group,
-            options.transport,
-            self._module_parameters,
-            own=may_talk,
-            meet=may_talk,
-            start=str(options.init_sync),
-            alone=alone,
-        )
-        engine = Engine([self.module], transport, options, ignored, form, copied=alone)
-        engine.group = group
-        engine.spares_evaluation = True
+        policy = None if self.mixed_precision is None else self.mixed_precision.policy()
+        engine = make_engine([self.module], group, options, ignored, policy, copied=alone, is_wrapped=True)
         contract.enrol(self, API, engine)
         # The wrapped module may live on without us, and must then be an ordinary module again.
         weakref.finalize(self, engine.disarm)
@@ -183,7 +169,7 @@ class DistributedDataParallel(TorchPrivate, JoinableReplica, Replica, nn.Module,
             if self.device_ids:
                 moved_inputs, moved_kwargs = self.to_kwargs(inputs, kwargs, self.device_ids[0])
                 inputs, kwargs = moved_inputs[0], moved_kwargs[0]
-            inputs, kwargs = engine.form.cast_inputs(inputs, kwargs)
+            inputs, kwargs = engine.policy.cast_inputs(inputs, kwargs)
             output = self.module(*inputs, **kwargs)
         except BaseException:
             engine.end_forward()
@@ -218,12 +204,12 @@ class DistributedDataParallel(TorchPrivate, JoinableReplica, Replica, nn.Module,
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """Whether backwards synchronise; frameworks set it, people use `no_sync`."""
-        return self._engine.synchronising
+        """Whether backwards synchronize; frameworks set it, people use `no_sync`."""
+        return self._engine.synchronizing
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, flag: bool) -> None:
-        self._engine.synchronising = flag
+        self._engine.synchronize(flag)
 
     @property
     def forward_sync_buffers(self) -> bool:
@@ -291,7 +277,7 @@ class DistributedDataParallel(TorchPrivate, JoinableReplica, Replica, nn.Module,
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Loads keys with the prefix `module.`, as this class saves them, and without it."""
-        self._engine.roster.faces.to_registered()
+        self._engine.managed.compute_parameters.to_registered()
         own = set(self.state_dict().keys())
         prefixed = {PREFIX + key: value for key, value in state_dict.items()}
         if len(own & prefixed.keys()) > len(own & state_dict.keys()):

@@ -20,7 +20,7 @@ from gradsync.arguments import shown
 from gradsync.ddp_logging import RuntimeLog, configuration
 from gradsync.engine.buffers import BufferHook, BufferHookLocation
 from gradsync.engine.engine import Engine
-from gradsync.engine.form import Form
+from gradsync.engine.parameter_policy import ParameterPolicy
 from gradsync.errors import InvalidOptionError, UnfinishedRoundError, WrongTypeError
 from gradsync.groups import check_group
 from gradsync.options import MIB, Options
@@ -42,10 +42,10 @@ class _MixedPrecision:
     cast_forward_inputs: bool = False
     cast_root_forward_inputs: bool = True
 
-    def form(self) -> Form:
+    def policy(self) -> ParameterPolicy:
         """The same for the engine. Gradients always come back in full precision."""
         casts = self.cast_forward_inputs or self.cast_root_forward_inputs
-        return Form(param_dtype=self.param_dtype, reduce_dtype=self.reduce_dtype, cast_forward_inputs=casts)
+        return ParameterPolicy(param_dtype=self.param_dtype, reduce_dtype=self.reduce_dtype, cast_forward_inputs=casts)
 
     def cast_buffers(self, module: nn.Module, ignored: Iterable[str]) -> None:
         if self.buffer_dtype is not None:
@@ -69,9 +69,9 @@ class ReducerView:
 
     def _get_local_used_map(self) -> Tensor:
         """By how many ranks each parameter was used in the latest round (with equal weights)."""
-        reducer = self._engine.reducer
-        counts = [0] * len(reducer.parameters)
-        for bucket in reducer.buckets:
+        group = self._engine.reducer.group
+        counts = [0] * len(group.parameters)
+        for bucket in group.buckets:
             for place, share in zip(bucket.plan.places, bucket.usage_shares(), strict=True):
                 counts[place.index] = round(share * self._engine.transport.size)
         return torch.tensor(counts, dtype=torch.int32)
@@ -106,7 +106,7 @@ class TorchPrivate:
         self._ddp_sink_clone = True
         self._error = ""
         self._log = RuntimeLog()
-        self._engine.recorders.append(self._log.record)
+        self._engine.add_recorder(self._log.record)
 
     @classmethod
     def _get_active_ddp_module(cls) -> DistributedDataParallel | None:
@@ -114,7 +114,7 @@ class TorchPrivate:
         active: DistributedDataParallel | None = cls._active_ddp_module  # type: ignore[attr-defined]
         return active
 
-    # --- what is synchronised ----------------------------------------------------------------------
+    # --- what is synchronized ----------------------------------------------------------------------
 
     @staticmethod
     def _set_params_and_buffers_to_ignore_for_model(
@@ -173,8 +173,7 @@ class TorchPrivate:
     # --- communication -----------------------------------------------------------------------------
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
-        self._engine.register_comm_hook(None, _torch.builtin_hook(comm_hook_type))
-        self._engine.statistics.hook = str(comm_hook_type)
+        self._engine.register_comm_hook(None, _torch.builtin_hook(comm_hook_type), known_as=str(comm_hook_type))
 
     def _register_fused_optim(self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any) -> None:
         """An optimizer that steps in a communication hook; `gradsync.overlap_optimizer` is the public way."""
@@ -191,7 +190,7 @@ class TorchPrivate:
         """
         check_group("new_process_group", new_process_group)
         if dist.get_rank(new_process_group) < 0:
-            self._engine.leave_out()
+            self._engine.stay_outside()
         else:
             self.change_process_group(new_process_group)
 
@@ -220,7 +219,7 @@ class TorchPrivate:
 
     def _check_reducer_finalized(self) -> None:
         """Raises if the last backward left a round open."""
-        if self._engine.reducer.open:
+        if self._engine.reducer.is_unfinished:
             raise UnfinishedRoundError(
                 f"rank {self._engine.transport.rank}: Expected to have finished reduction in the prior iteration "
                 "before starting a new one: the backward of this round did not come to its end."
@@ -239,11 +238,11 @@ class TorchPrivate:
         """Of the rounds after the tenth, which are logged: one in `sample_rate`."""
         if sample_rate < 1:
             raise InvalidOptionError("DDP runtime logging sample rate should be equal or greater than 1")
-        self._log.sample_rate = sample_rate
+        self._log.sample_one_in(sample_rate)
 
     def _build_debug_param_to_name_mapping(self, parameters: list[Tensor]) -> dict[int, str]:
-        reducer = self._engine.reducer
-        names = {id(p): spec.name for p, spec in zip(reducer.parameters, reducer.specs, strict=True)}
+        group = self._engine.reducer.group
+        names = {id(p): spec.name for p, spec in zip(group.parameters, group.specs, strict=True)}
         unknown = [index for index, p in enumerate(parameters) if id(p) not in names]
         if len(parameters) < len(names):
             missing = sorted(set(names.values()) - {names.get(id(p), "") for p in parameters})
@@ -257,11 +256,11 @@ class TorchPrivate:
 
     def _build_params_for_reducer(self) -> tuple[list[Tensor], list[bool]]:
         """The managed parameters, and for each whether a sparse gradient is expected."""
-        reducer = self._engine.reducer
-        return list(reducer.parameters), [spec.sparse for spec in reducer.specs]
+        group = self._engine.reducer.group
+        return list(group.parameters), [spec.sparse for spec in group.specs]
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """What torch's logger tells, under the same keys where they make sense here."""
+        """What torch's logger tells, under the same keys, as far as it is true here."""
         told = configuration(self) | self._log.data  # type: ignore[arg-type]
         return told | ({"has_error": 1, "error": self._error} if self._error else {})
 

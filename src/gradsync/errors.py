@@ -14,7 +14,7 @@ class GradsyncError(Exception):
 
 
 class NoProcessGroupError(GradsyncError, RuntimeError, ValueError):
-    """There is no process group to synchronise over, and the environment describes none."""
+    """There is no process group to synchronize over, and the environment describes none."""
 
 
 class InvalidOptionError(GradsyncError, ValueError, RuntimeError):
@@ -93,10 +93,10 @@ class SecondOrderError(GradsyncError, RuntimeError):
 
 
 class UnsynchronizedStepError(GradsyncError, RuntimeError):
-    """`optimizer.step()` was called on gradients that were never synchronised."""
+    """`optimizer.step()` was called on gradients that were never synchronized."""
 
 
-class RosterChangedError(GradsyncError, RuntimeError):
+class ParametersChangedError(GradsyncError, RuntimeError):
     """Parameters were added, removed, frozen or converted in a way that differs between ranks."""
 
 
@@ -107,7 +107,9 @@ class JoinError(GradsyncError, RuntimeError):
 class HookError(GradsyncError, RuntimeError):
     """A communication hook was registered twice, or brought something that is no reduced bucket, or nothing at all."""
 
-    timed_out = False
+    def __init__(self, message: str, timed_out: bool = False) -> None:
+        super().__init__(message)
+        self.timed_out = timed_out
 
 
 class ReplicaLostError(GradsyncError, RuntimeError):

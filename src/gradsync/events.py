@@ -1,42 +1,71 @@
-"""What the engine reports. Statistics and timeline read these records; nothing here acts.
+"""What the engine reports. Statistics and torch's logger read these records; nothing here acts.
 
-A recorder is any callable that takes an event. The engine holds at most one, and without one
-reporting costs a single `is None`.
+A recorder is any callable that takes an event. The engine calls its recorders one after the other; statistics are
+always among them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
-
-
-class BucketLaunched(NamedTuple):
-    """A bucket was handed to the transport."""
-
-    round: int
-    bucket: int
-    nbytes: int
-    at: float
-    overlapped: bool  # launched while backward was still producing gradients
 
 
 class RoundClosed(NamedTuple):
     """A round ended: every gradient is delivered. Times are `time.perf_counter` seconds."""
 
     round: int
-    forward_at: float  # the latest forward began
     opened_at: float
     first_launch_at: float
-    backward_ended_at: float
     reduced_at: float  # the last bucket was there
     closed_at: float
     waited: float  # seconds in which this rank did nothing but wait for its peers
     nbytes: int
-    buckets: int
+    sent: tuple[int, ...]  # the buckets that travelled, by their numbers, in this order
     overlapped_buckets: int
     order: tuple[int, ...]  # of arrival on this rank
     corrected: bool  # a gradient arrived after its bucket had left, and a second pass carried it
+    forward_at: float = 0.0  # the latest forward began
+    backward_ended_at: float = 0.0
 
 
-Event = BucketLaunched | RoundClosed
+class RoundRecord:
+    """What becomes such an event, taken down while the round lasts."""
+
+    def __init__(self) -> None:
+        self._opened_at = time.perf_counter()
+        self._first_launch_at = self._reduced_at = self._waited = 0.0
+        self._overlapped = 0
+        self._corrected = False
+
+    def bucket_launched(self, overlaps: bool) -> None:
+        """`overlaps`: backward still computes."""
+        self._first_launch_at = self._first_launch_at or time.perf_counter()
+        self._overlapped += overlaps
+
+    def bucket_reduced(self, awaited_since: float) -> None:
+        self._reduced_at = time.perf_counter()
+        self._waited += self._reduced_at - awaited_since
+
+    def second_pass(self) -> None:
+        """Gradients that came after their bucket had left are carried."""
+        self._corrected = True
+
+    def closed(self, number: int, nbytes: int, sent: Sequence[int], order: Sequence[int]) -> RoundClosed:
+        return RoundClosed(
+            round=number,
+            opened_at=self._opened_at,
+            first_launch_at=self._first_launch_at,
+            reduced_at=self._reduced_at,
+            closed_at=time.perf_counter(),
+            waited=self._waited,
+            nbytes=nbytes,
+            sent=tuple(sent),
+            overlapped_buckets=self._overlapped,
+            order=tuple(order),
+            corrected=self._corrected,
+        )
+
+
+Event = RoundClosed
 Recorder = Callable[[Event], None]

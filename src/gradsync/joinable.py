@@ -39,7 +39,7 @@ class JoinableReplica:
     @property
     def join_device(self) -> torch.device:
         """Where `Join` puts the numbers that it exchanges."""
-        return next((entry.parameter.device for entry in self._engine.roster.entries), torch.device("cpu"))
+        return next((entry.parameter.device for entry in self._engine.managed.entries), torch.device("cpu"))
 
     @property
     def join_process_group(self) -> dist.ProcessGroup:

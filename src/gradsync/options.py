@@ -14,8 +14,8 @@ MIB = 1024 * 1024
 
 Reduce = Literal["mean", "sum"]
 Start = Literal["broadcast", "check", "none"]
-Transport = Literal["auto", "shared_memory", "hierarchical", "process_group"]
-Buffers = Literal["round", "average", "evaluation", "never"]
+TransportChoice = Literal["auto", "shared_memory", "hierarchical", "process_group"]
+BufferMode = Literal["round", "average", "evaluation", "never"]
 Verify = Literal["auto", "every", "never"]
 VERIFY_VARIABLE = "GRADSYNC_VERIFY"
 
@@ -31,7 +31,7 @@ class Options:
     """`.grad` is a view of its bucket: one copy less, and memory for one set of gradients less."""
     reduce: Reduce = "mean"
     """What a gradient becomes: the mean over the ranks, or the sum."""
-    buffers: Buffers = "round"
+    buffers: BufferMode = "round"
     """How module buffers are kept in step. "round": all ranks take over those of one rank at the end
     of each round. "average": floating ones become the mean instead. "evaluation": as "round", but
     only before the first forward in eval mode, in which then all ranks must take part. "never"."""
@@ -52,7 +52,7 @@ class Options:
     others in that round. For models of which large parts stay unused for long."""
     bucket_cap_mb_list: tuple[float, ...] = ()
     """Sizes of the first, second, ... bucket in MiB; the last one counts for all that follow."""
-    transport: Transport = "auto"
+    transport: TransportChoice = "auto"
     """What carries gradients. "shared_memory": memory that the ranks of one host have in common; "hierarchical": that,
     and the process group between hosts; "process_group": its all-reduce. "auto": the fastest that all ranks can use."""
     verify: Verify = "auto"
@@ -83,8 +83,8 @@ class Options:
             object.__setattr__(self, "init_sync", "broadcast" if self.init_sync else "check")
         one_of("init_sync", self.init_sync, get_args(Start))
         one_of("reduce", self.reduce, get_args(Reduce))
-        one_of("buffers", self.buffers, get_args(Buffers))
-        one_of("transport", self.transport, get_args(Transport))
+        one_of("buffers", self.buffers, get_args(BufferMode))
+        one_of("transport", self.transport, get_args(TransportChoice))
         one_of("verify", self.verify, get_args(Verify))
         self.verify_mode()
         items("delayed", self.delayed, str, "Give names of parameters.")

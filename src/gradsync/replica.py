@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradsync import arguments, contract
 from gradsync.engine.engine import Engine
+from gradsync.engine.module_names import named_parameters
+from gradsync.engine.parameter_policy import ParameterPolicy
+from gradsync.engine.step import end_rounds
 from gradsync.engine.uneven import uneven as _uneven
-from gradsync.engine.without_backward import skip_round
 from gradsync.errors import NoProcessGroupError, NotReplicatedError, WrongTypeError
 from gradsync.groups import check_group
 from gradsync.hooks.comm_hook import Hook
 from gradsync.hooks.optimizer_overlap import make_stepper
 from gradsync.observe.statistics import Statistics
+from gradsync.options import Options
 from gradsync.transport.choice import choose
 
 API = "replicate"
@@ -35,7 +39,7 @@ class Replica:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside only accumulate; the next one outside synchronises all of it.
+        """Backwards inside only accumulate; the next one outside synchronizes all of it.
 
         What counts is where `backward` is called; forward may be inside or outside.
         """
@@ -43,8 +47,8 @@ class Replica:
             yield
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
-        """Whether backwards from now on synchronise: `no_sync` without the indentation."""
-        self._engine.synchronising = requires_gradient_sync
+        """Whether backwards from now on synchronize: `no_sync` without the indentation."""
+        self._engine.synchronize(requires_gradient_sync)
 
     def synchronize_gradients(self) -> None:
         """Synchronizes what is in `.grad`, without another backward: on all ranks, also where there is nothing.
@@ -54,7 +58,7 @@ class Replica:
         """
         assert isinstance(self, nn.Module)
         for engine in engines_in(self):
-            engine.synchronise_now()
+            engine.synchronize_now()
 
     def skip_round(self) -> None:
         """Instead of a backward, on a rank that has to skip its batch: takes part in the others' round with weight 0.
@@ -63,7 +67,10 @@ class Replica:
         exception that backward has raised: what had left by then still counts in the mean.
         """
         assert isinstance(self, nn.Module)
-        skip_round(engines_in(self))
+        engines = engines_in(self)
+        for engine in engines:
+            engine.skip_round()
+        end_rounds(engines)
 
     def register_comm_hook(self, state: object, hook: Hook) -> None:
         """`hook(state, bucket) -> Future[Tensor]` reduces each bucket instead of the mean; see `gradsync.hooks`.
@@ -107,6 +114,44 @@ class Replica:
         exactly these rows. On all ranks alike, before backward. Parameters left out go the usual way.
         """
         self._engine.know_sparse_rows(rows)
+
+
+def make_engine(
+    modules: Sequence[nn.Module],
+    group: dist.ProcessGroup,
+    options: Options,
+    ignored: frozenset[str],
+    policy: ParameterPolicy | None,
+    *,
+    input_device: torch.device | None = None,
+    left_alone: Iterable[Tensor] = (),
+    copied: bool = False,
+    is_wrapped: bool = False,
+) -> Engine:
+    """An engine over `group`, with the transport that suits its ranks, who all call this together; see `Engine`."""
+    tensors = [parameter for name, parameter in named_parameters(modules) if name not in ignored]
+    may_talk, start = options.init_sync != "none", str(options.init_sync)
+    transport = choose(
+        group,
+        options.transport,
+        tensors,
+        dedicated=may_talk,
+        may_communicate=may_talk,
+        init_sync=start,
+        alone=copied,
+    )
+    return Engine(
+        modules,
+        transport,
+        options,
+        ignored,
+        policy,
+        group=group,
+        input_device=input_device,
+        left_alone=left_alone,
+        copied=copied,
+        is_wrapped=is_wrapped,
+    )
 
 
 def is_replicated(module: nn.Module) -> bool:

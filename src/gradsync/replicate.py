@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 import torch
@@ -13,16 +13,17 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Joinable
 
 from gradsync import _torch, arguments, contract
-from gradsync.engine.engine import Engine, owner_of
-from gradsync.engine.form import Form, check_replicated
+from gradsync.engine.engine import Engine
+from gradsync.engine.module_names import named_buffers, named_parameters
+from gradsync.engine.parameter_policy import ParameterPolicy, check_replicated
+from gradsync.engine.step import owner_of
 from gradsync.errors import InvalidOptionError, UnsuitableModuleError, WrongTypeError
 from gradsync.groups import check_mesh, group_of_mesh, replicated_dimensions, resolve_group
-from gradsync.guard import unsynchronised
+from gradsync.guard import unsynchronized
 from gradsync.joinable import JoinableReplica
 from gradsync.options import Options
-from gradsync.replica import API, Replica, engine_of, is_replicated
+from gradsync.replica import API, Replica, engine_of, is_replicated, make_engine
 from gradsync.replicate_setters import Setters
-from gradsync.transport.choice import choose
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -50,26 +51,26 @@ class ReplicateModule(Setters, JoinableReplica, Replica, contract.ComposableModu
         return _surrounded(self._engine, super().__call__, args, kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        self._engine.roster.faces.to_registered()
+        self._engine.managed.compute_parameters.to_registered()
         return super().state_dict(*args, **kwargs)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Into what is registered, also after a forward whose backward never came."""
-        self._engine.roster.faces.to_registered()
+        self._engine.managed.compute_parameters.to_registered()
         super()._load_from_state_dict(*args, **kwargs)
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
-        self._engine.roster.faces.to_registered()
+        self._engine.managed.compute_parameters.to_registered()
         return super().requires_grad_(requires_grad)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Also between forward and backward, when the registered parameters are not in the module."""
         super().zero_grad(set_to_none)
-        self._engine.roster.faces.zero_grad(set_to_none)
+        self._engine.managed.compute_parameters.zero_grad(set_to_none)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Converts and moves what is registered; what computes follows before the next forward."""
-        self._engine.roster.faces.to_registered()
+        self._engine.managed.compute_parameters.to_registered()
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     def _apply_to(self, duplicate: nn.Module) -> None:
@@ -80,16 +81,17 @@ class ReplicateModule(Setters, JoinableReplica, Replica, contract.ComposableModu
         super()._apply_to(duplicate)
         engine = self._engine
         options = dataclasses.replace(engine.options, init_sync="none")
-        duplicates = Engine([duplicate], engine.transport, options, engine.ignored, engine.form, copied=True)
-        duplicates.group = engine.group
+        duplicates = Engine(
+            [duplicate], engine.transport, options, engine.ignored, engine.policy, group=engine.group, copied=True
+        )
         _attach([duplicate], duplicates)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """What is registered is copied and pickled."""
-        self._engine.roster.faces.to_registered()
+        self._engine.managed.compute_parameters.to_registered()
         reduced = super().__reduce_ex__(protocol)
         if isinstance(reduced, tuple) and len(reduced) > 2 and isinstance(reduced[2], dict):
-            reduced[2][unsynchronised.SAVED] = True  # who trains it as it is, loaded, is told
+            reduced[2][unsynchronized.SAVED] = True  # who trains it as it is, loaded, is told
         return reduced
 
 
@@ -178,7 +180,7 @@ def replicate(
     - `device_id`: where inputs are moved to.
     - everything else: see `gradsync.Options`; names of torch's DDP arguments work too.
     """
-    modules = _roots(arguments.modules(module, "replicate()"))
+    modules = contract.roots(arguments.modules(module, "replicate()"))
     checked = _options(options)
     device = _check_device(device_id)
     for one in modules:
@@ -186,24 +188,18 @@ def replicate(
     inner: list[nn.Module] = arguments.items("ignored_modules", ignored_modules, nn.Module, _NAMED_MODULES)
     single: list[nn.Parameter] = arguments.items("ignored_params", ignored_params, Tensor, _NAMED_TENSORS)
     ignored = _ignored(modules, inner, single)
-    checked.check_names({name for name, _ in _named_parameters(modules)} - ignored)
-    form = _form(mp_policy, offload_policy, device)
+    checked.check_names({name for name, _ in named_parameters(modules)} - ignored)
+    policy = _policy(mp_policy, offload_policy, device)
     group, over = _where(modules, mesh, process_group, device_mesh, dp_mesh_dims)
     checked.check_ranks(group.size())
-    form = dataclasses.replace(form, mesh=over, whole_mesh=None if dp_mesh_dims is None else mesh)
-    if form.mesh is not None:
-        for one in modules:
-            for name, parameter in one.named_parameters():
-                check_replicated(name, parameter, form.mesh)
+    policy = dataclasses.replace(policy, mesh=over, whole_mesh=None if dp_mesh_dims is None else mesh)
+    if policy.mesh is not None:
+        for name, parameter in named_parameters(modules):
+            check_replicated(name, parameter, policy.mesh)
     _check_unowned(modules, ignored)
-    parameters = [parameter for one in modules for parameter in one.parameters()]
-    may_talk = checked.init_sync != "none"
-    start = str(checked.init_sync)
-    transport = choose(group, checked.transport, parameters, own=may_talk, meet=may_talk, start=start)
     outside = [*single, *(parameter for one in inner for parameter in one.parameters())]
-    engine = Engine(modules, transport, checked, ignored, form, outside)
-    engine.group = group
-    engine.input_device = device if device is not None and device.type != "cpu" else None
+    input_device = device if device is not None and device.type != "cpu" else None
+    engine = make_engine(modules, group, checked, ignored, policy, input_device=input_device, left_alone=outside)
     _attach(modules, engine)
     return module
 
@@ -235,9 +231,9 @@ def unreplicate(module: Any) -> Any:
 
 
 def register_forward_method(module: nn.Module, name: str) -> None:
-    """Makes another method of a replicated module count as a forward: inputs cast, faces swapped, outputs hooked.
+    """Makes another method of a replicated module count as a forward: its inputs are cast, its outputs hooked.
 
-    Needed only with a mesh or a precision policy; gradients are synchronised without it.
+    Needed only with a mesh or a precision policy; gradients are synchronized without it.
     """
     engine_of(module)
     arguments.instance("the name", name, str, "Pass the name of a method, as 'generate'.")
@@ -257,7 +253,7 @@ def _surrounded(engine: Engine, forward: Method, args: Any, kwargs: Any) -> Any:
     engine.before_forward((args, kwargs))
     try:
         args, kwargs = engine.prepare_inputs(args, kwargs)
-        output = engine.form.cast_outputs(forward(*args, **kwargs))
+        output = engine.policy.cast_outputs(forward(*args, **kwargs))
     except BaseException:
         engine.end_forward()
         raise
@@ -267,18 +263,12 @@ def _surrounded(engine: Engine, forward: Method, args: Any, kwargs: Any) -> Any:
 
 def _attach(modules: Sequence[nn.Module], engine: Engine) -> None:
     for module in modules:
-        module.__dict__.pop(unsynchronised.SAVED, None)
+        module.__dict__.pop(unsynchronized.SAVED, None)
         contract.enrol(module, API, engine)
         contract.put_on(module, ReplicateModule, "Replicate", shared=False)
 
 
 # --- arguments -------------------------------------------------------------------------------------------
-
-
-def _roots(modules: list[nn.Module]) -> list[nn.Module]:
-    """Those modules of a list that are not inside another one of it."""
-    inside = {id(sub) for module in modules for sub in module.modules() if sub is not module}
-    return [module for module in dict.fromkeys(modules) if id(module) not in inside]
 
 
 def _check(module: nn.Module) -> None:
@@ -369,36 +359,22 @@ def _ignored(
                 others.append(sub)
     for sub in others:
         left_out |= {id(tensor) for tensor in (*sub.parameters(), *sub.buffers())}
-    names = set()
-    for number, module in enumerate(modules):
-        prefix = f"{number}." if len(modules) > 1 else ""
-        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-            if id(tensor) in left_out:
-                names.add(prefix + name)
-    return frozenset(names)
+    named = (*named_parameters(modules), *named_buffers(modules))
+    return frozenset(name for name, tensor in named if id(tensor) in left_out)
 
 
 def _check_unowned(modules: Sequence[nn.Module], ignored: frozenset[str]) -> None:
     """An ancestor that was replicated first has these parameters, and would lose them unnoticed."""
-    for module in modules:
-        for name, parameter in module.named_parameters():
-            owner = owner_of(parameter)
-            if name not in ignored and owner is not None and is_replicated(owner.module):
-                raise InvalidOptionError(
-                    f"parameter '{name}' belongs to {type(owner.module).__name__}, which was replicated before. "
-                    "Replicate inner modules first, then the outer one, which leaves theirs alone."
-                )
+    for name, parameter in named_parameters(modules):
+        owner = owner_of(parameter)
+        if name not in ignored and owner is not None and is_replicated(owner.module):
+            raise InvalidOptionError(
+                f"parameter '{name}' belongs to {type(owner.module).__name__}, which was replicated before. "
+                "Replicate inner modules first, then the outer one, which leaves theirs alone."
+            )
 
 
-def _named_parameters(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
-    """With the names under which the engine has them."""
-    for number, module in enumerate(modules):
-        prefix = f"{number}." if len(modules) > 1 else ""
-        for name, parameter in module.named_parameters():
-            yield prefix + name, parameter
-
-
-def _form(mp_policy: Any, offload_policy: Any, device: torch.device | None) -> Form:
+def _policy(mp_policy: Any, offload_policy: Any, device: torch.device | None) -> ParameterPolicy:
     kinds = {kind.__name__ for kind in type(offload_policy).__mro__}
     if offload_policy is not None and "OffloadPolicy" not in kinds:
         raise WrongTypeError(
@@ -410,4 +386,4 @@ def _form(mp_policy: Any, offload_policy: Any, device: torch.device | None) -> F
         names = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
         cure = "Pass for example gradsync.MixedPrecisionPolicy(param_dtype=torch.bfloat16)."
         precision = arguments.policy("mp_policy", mp_policy, "MixedPrecisionPolicy", names, cure)
-    return Form(compute_device=device if "CPUOffloadPolicy" in kinds else None, **precision)
+    return ParameterPolicy(compute_device=device if "CPUOffloadPolicy" in kinds else None, **precision)

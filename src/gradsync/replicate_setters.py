@@ -24,7 +24,7 @@ class Handle:
 
     def wait(self) -> None:
         """The module shows what it computes with."""
-        self._engine.roster.faces.to_compute()
+        self._engine.managed.compute_parameters.to_compute()
 
 
 class Setters:
@@ -40,7 +40,7 @@ class Setters:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside only accumulate, also in replicated submodules; the next one outside synchronises all.
+        """Backwards inside only accumulate, also in replicated submodules; the next one outside synchronizes all.
 
         What counts is where `backward` is called; forward may be inside or outside.
         """
@@ -55,16 +55,16 @@ class Setters:
             engine.set_round_weight(weight)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether backwards from now on synchronise: `no_sync` without the indentation."""
+        """Whether backwards from now on synchronize: `no_sync` without the indentation."""
         for engine in self._engines(recurse):
-            engine.synchronising = requires_gradient_sync
+            engine.synchronize(requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """The same: without shards, reducing is all there is to synchronising."""
+        """The same: without shards, reducing is all there is to synchronizing."""
         self.set_requires_gradient_sync(requires_all_reduce, recurse=recurse)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Accepted. A round ends with its backward; pipelines turn synchronisation off for all but the last."""
+        """Accepted. A round ends with its backward; pipelines turn synchronization off for all but the last."""
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Gradients are the sum over the ranks divided by `factor`, instead of the mean."""
@@ -83,7 +83,7 @@ class Setters:
         if not callable(hook):
             raise WrongTypeError(f"Communication hook must be callable, with a tensor, but is {shown(hook)}.")
         for engine in self._engines(recurse=False):
-            engine.reducer.delivery.after_reduce = hook
+            engine.show_reduced(hook)
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Accepted: broadcasts and copies follow the current stream, on which the optimizer ran."""
@@ -100,7 +100,7 @@ class Setters:
         The next forward would see to that too, and to the round that was left open.
         """
         for engine in self._engines():
-            engine.roster.faces.to_registered()
+            engine.managed.compute_parameters.to_registered()
 
     # --- shards, of which there are none ---------------------------------------------------------
     # What torch unshards it also computes with, and what it reshards is what is registered: that much is left of it.
@@ -123,7 +123,7 @@ class Setters:
         After a forward, for an optimizer that is built before the first backward. That works as ever.
         """
         for engine in self._engines(recurse=False):
-            engine.roster.faces.to_registered()
+            engine.managed.compute_parameters.to_registered()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Accepted: there is no memory to free. After a forward with a graph parameters compute until its backward."""
@@ -131,7 +131,7 @@ class Setters:
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether the end of a backward shows the registered parameters; if not, `reshard()` does."""
         for engine in self._engines(recurse):
-            engine.roster.faces.until_backward_ends = reshard_after_backward
+            engine.managed.compute_parameters.hide_after_backward(reshard_after_backward)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """There is nothing to gather."""

@@ -1,4 +1,4 @@
-"""DTensor parameters of a module: localised, reconstructed, found and replaced.
+"""DTensor parameters of a module: localized, reconstructed, found and replaced.
 
 `replicate` and `DistributedDataParallel` handle DTensor parameters by themselves: gradients are
 reduced over the data-parallel ranks only and come back as DTensors, parameters never vanish. The
@@ -51,7 +51,7 @@ def replace_parameters(module: nn.Module, parameters: dict[str, nn.Parameter]) -
         owner._parameters[name] = parameter
 
 
-def localise(module: nn.Module, ignored: Collection[nn.Parameter] = ()) -> None:
+def localize(module: nn.Module, ignored: Collection[nn.Parameter] = ()) -> None:
     """Replaces DTensor parameters by plain ones that share their local memory."""
     replaced = {}
     for path, parameter in module.named_parameters():
@@ -66,7 +66,7 @@ def localise(module: nn.Module, ignored: Collection[nn.Parameter] = ()) -> None:
 
 
 def reconstruct(module: nn.Module) -> None:
-    """Undoes `localise`, so that a forward computes with DTensors.
+    """Undoes `localize`, so that a forward computes with DTensors.
 
     A reconstructed parameter is made from the plain one by an operation that backward goes through:
     gradients arrive on the plain parameter. It is therefore an ordinary attribute, not a leaf.
@@ -98,12 +98,12 @@ def _forget_reconstructed(module: nn.Module) -> None:
 
 
 def pre_dp_module_transform(module: nn.Module) -> Callable[[], None]:
-    """Localises DTensor parameters for good, and reconstructs them around each forward.
+    """Localizes DTensor parameters for good, and reconstructs them around each forward.
 
     For a data-parallel layer that knows plain parameters only: it sees those, before, during and
     after a step, and `named_parameters()` is never empty. Returns a function that undoes it.
     """
-    localise(module)
+    localize(module)
     handles = [
         module.register_forward_pre_hook(lambda m, _: reconstruct(m)),
         module.register_forward_hook(lambda m, *_: _forget_reconstructed(m), always_call=True),
@@ -118,7 +118,7 @@ def pre_dp_module_transform(module: nn.Module) -> Callable[[], None]:
 
 
 def _registered_again(module: nn.Module) -> dict[str, nn.Parameter]:
-    """DTensor parameters for those that `localise` made plain."""
+    """DTensor parameters for those that `localize` made plain."""
     from torch.distributed.tensor import DTensor
 
     found = {}

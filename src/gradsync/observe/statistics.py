@@ -33,12 +33,21 @@ class Statistics:
     joined: bool = False
     """Whether training went through torch's `Join`."""
 
+    def moved_to(self, transport: str, reason: str) -> None:
+        self.transport = f"{transport}: {reason}"
+
+    def hook_registered(self, name: str) -> None:
+        self.hook = name
+
+    def entered_join(self) -> None:
+        self.joined = True
+
     def record(self, event: Event) -> None:
         if isinstance(event, RoundClosed):
             self.rounds += 1
             self.waited_seconds += event.waited
             self.bytes_reduced += event.nbytes
-            self.buckets = event.buckets
+            self.buckets = len(event.sent)
             self.overlapped_buckets = event.overlapped_buckets
             self.corrected_rounds += event.corrected
             if len(self.used) < 3:
