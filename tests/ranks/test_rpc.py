@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,9 +76,14 @@ def connected(path: str, body: Callable[..., None], *args: Any) -> None:
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=dist.get_world_size(), rpc_backend_options=options)
     try:
         body(*args)
-        dist.barrier()  # nobody leaves while its values are still referred to
-    finally:
+    except BaseException:
         rpc.shutdown(graceful=False)
+        raise
+    # References that an exception's traceback keeps alive are let go first, and the workers wait for each other's messages:
+    # torch crashes (SIGSEGV) if one arrives at a worker that is shutting down.
+    gc.collect()
+    dist.barrier()
+    rpc.shutdown()
 
 
 def remote_input(rank: int, step: int) -> Any:
@@ -126,11 +132,11 @@ def refused(front: str) -> None:
     replica = make(front, Referring(sent_away))
     with (
         dist_autograd.context(),
-        pytest.raises(UnsuitableModuleError, match=r"remote reference \(RRef\).*would not be synchronised.*Return the"),
+        pytest.raises(UnsuitableModuleError, match=r"remote reference \(RRef\).*would not be synchronized.*Return the"),
     ):
         replica(rpc.RRef(batch(0)))
     with torch.no_grad():
-        replica(rpc.RRef(batch(0)))  # nothing to synchronise
+        replica(rpc.RRef(batch(0)))  # nothing to synchronize
 
 
 @FRONTS
