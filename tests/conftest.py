@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.leaks import belongings, find_leaks
+from tests.support.leaks import find_leaks, resources_in_use
 from tests.support.patience import crowding
 from tests.support.ranks import Ranks, run_ranks
 
@@ -28,7 +28,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Let the zygote import torch while tests without ranks run."""
+    """Let the fork server import torch while tests without ranks run."""
     if session.config.option.collectonly:
         return
     if any("ranks" in getattr(item, "fixturenames", ()) for item in session.items):
@@ -37,7 +37,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.fixture(scope="session")
 def ranks() -> Ranks:
-    """Runs a function on real ranks: `results = ranks(body, 2, *args)`."""
+    """Runs a function on real ranks: `results = ranks(body, 2, *args)`. See also `on_ranks`."""
     return run_ranks
 
 
@@ -53,7 +53,7 @@ def _time_limit(pytestconfig: pytest.Config) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _nothing_left_behind() -> Iterator[None]:
     """Fail the test that leaks, not the one that stumbles over it later."""
-    before = belongings(run_ranks)
+    before = resources_in_use(run_ranks)
     yield
     leaks = find_leaks(before, run_ranks)
     if leaks:

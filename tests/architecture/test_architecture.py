@@ -12,17 +12,19 @@ import pytest
 import gradsync
 
 SOURCE = Path(gradsync.__file__).parent
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 GROUND = {"errors", "arguments", "options", "events", "_torch", "_version"}  # import nothing of ours but each other
 # For each room or file at the top: what it may import besides itself and the ground floor.
 MAY_IMPORT = {
-    "transport": set[str](),
+    "watch": set[str](),
+    "transport": {"watch"},
     "observe": set[str](),
     "contract": set[str](),
     "checkpoint": {"contract"},
-    "guard": {"transport"},
+    "guard": {"transport", "watch"},
     "hooks": set[str](),
-    "engine": {"transport", "guard", "observe", "hooks"},
+    "engine": {"transport", "guard", "observe", "hooks", "watch"},
     "groups": set[str](),
     "tensor_parallel": set[str](),
     "replica": {"engine", "observe", "contract", "groups", "hooks", "transport"},
@@ -94,11 +96,17 @@ def test_who_imports_whom(path: Path) -> None:
     if room in GROUND:
         assert rooms <= GROUND, f"the ground floor imports nothing of ours: {rooms - GROUND}"
     elif room == "cli":  # uses what everybody can use
-        public = {*PUBLIC, *GROUND, "gradsync", "transport"}  # the last is measured by itself
+        public = {*PUBLIC, *GROUND, "gradsync"}
         assert rooms <= public, f"the command line uses public names only: {rooms - public}"
     elif room != "__init__":
         allowed = MAY_IMPORT[room] | GROUND
         assert rooms <= allowed, f"{room} may not import {rooms - allowed}"
+
+
+@pytest.mark.parametrize("path", sorted(BENCHMARKS.glob("*.py")), ids=lambda path: path.name)
+def test_benchmarks_use_what_everybody_can_use(path: Path) -> None:
+    public = {*PUBLIC, *GROUND, "gradsync", "cli", "transport"}  # transports are measured by themselves, too
+    assert _rooms_imported(path) <= public
 
 
 def test_the_plan_is_pure() -> None:
@@ -114,15 +122,55 @@ def test_one_door_to_torchs_private_names() -> None:
         for name in _imports(path):
             private = [part for part in name.split(".") if part.startswith("_") and not part.startswith("__")]
             assert not name.startswith("torch") or not private, f"{path}: {name} belongs behind _torch.py"
+        for node in ast.walk(ast.parse(path.read_text())):
+            if (
+                isinstance(node, ast.Attribute)
+                and isinstance(node.value, ast.Name)
+                and node.value.id in ("torch", "dist")
+            ):
+                reached = ast.unparse(node)
+                fine = not node.attr.startswith("_") or reached.startswith("torch._foreach_")
+                assert fine or node.attr.startswith("__"), f"{path}: {reached} belongs behind _torch.py"
 
 
 def test_the_engine_is_our_own() -> None:
     forbidden = ("torch.nn.parallel.DistributedDataParallel", "dist.Reducer", "fully_shard", "_fsdp")
     for path in _files():
-        if _room(path) == "cli":
-            continue  # the benchmark compares with them
         names = _imports(path)
         assert not any(word in name for name in names for word in forbidden), path
+
+
+# What belongs to torch or Python, and is meant to be set by whoever has the object.
+SET_BY_ANYBODY = {
+    *("grad", "data", "requires_grad", "__class__", "param_groups"),  # tensors, modules and optimizers
+    *("_opt_called", "_ddp_ignored", "_ddp_params_and_buffers_to_ignore"),  # torch's marks
+    *("atexit", "restype", "argtypes"),  # of weakref.finalize and ctypes
+}
+
+
+def _sets_of_others(path: Path) -> list[str]:
+    """Assignments to attributes of something other than `self`, or than what the same file has at its top level."""
+    tree, found, own = ast.parse(path.read_text()), [], {"self", "cls"}
+    for top in tree.body:
+        if isinstance(top, ast.ClassDef):
+            own.add(top.name)
+        for target in [*getattr(top, "targets", ()), getattr(top, "target", None)]:
+            if isinstance(target, ast.Name):
+                own.add(target.id)
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Attribute) or not isinstance(node.ctx, ast.Store):
+            continue
+        of_our_own = isinstance(node.value, ast.Name) and node.value.id in own
+        if not of_our_own and node.attr not in SET_BY_ANYBODY:
+            found.append(f"line {node.lineno}: {ast.unparse(node)}")
+    return found
+
+
+@pytest.mark.parametrize("path", _files(), ids=lambda path: str(path.relative_to(SOURCE)))
+def test_nobody_sets_anothers_attributes(path: Path) -> None:
+    if path.name in ("_torch.py", "contract.py"):  # options of torch's own; `state` of a function, as torch has it
+        return
+    assert not _sets_of_others(path)
 
 
 def test_public_names() -> None:
@@ -152,6 +200,6 @@ def test_importing_is_quiet() -> None:
 
 
 def test_every_folder_of_the_house_says_what_it_is() -> None:
-    for path in _files():
+    for path in (*_files(), *BENCHMARKS.glob("*.py")):
         tree = ast.parse(path.read_text())
         assert ast.get_docstring(tree) or path.name in ("_version.py",), f"{path} has no docstring"

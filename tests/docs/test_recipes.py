@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import gradsync
+from tests.ranks.small import same_everywhere
 from tests.support.ranks import Ranks
 
 ROOT = Path(__file__).parents[2]
@@ -49,9 +49,7 @@ def check(code: str, namespace: dict[str, Any]) -> None:
     if "mesh" in namespace:
         return  # ranks hold different parts
     for module in modules:
-        prints: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(prints, gradsync.fingerprint(module))
-        assert len(set(prints)) == 1
+        same_everywhere(module)
 
 
 # torch's own, from its RPC over a process group

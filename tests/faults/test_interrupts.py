@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 import gradsync
-from gradsync.transport import link
+from tests.ranks.memory import be_on_host
 from tests.ranks.small import FRONTS, batch, build, make
 from tests.support.ranks import Ranks
 
@@ -54,7 +54,7 @@ def interrupted(front: str, transport: str, wait: Wait) -> float:
     pids: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(pids, os.getpid())
     if transport == "hierarchical":  # the last rank is on another host
-        link.location = lambda: f"host {rank // 2}"
+        be_on_host(rank // 2)
     group = dist.new_group(timeout=timedelta(seconds=LIMIT))
     module = nn.Embedding(4, 2, sparse=True) if wait is sparse_round else build()
     replica = make(front, module, transport=transport, process_group=group)

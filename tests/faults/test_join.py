@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -13,15 +12,20 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join
 
 from gradsync.errors import JoinError
-from tests.ranks.small import FRONTS, batch, build, make, mean_gradients, same_everywhere
+from tests.ranks.small import (
+    FRONTS,
+    assert_gradients,
+    backward,
+    build,
+    make,
+    mean_gradients,
+    same_everywhere,
+    short_group,
+)
 from tests.support.patience import seconds_since
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, on_ranks
 
 LIMIT = 2.0  # seconds that a collective may take
-
-
-def short_group() -> Any:
-    return dist.new_group(timeout=timedelta(seconds=LIMIT))
 
 
 def train(replica: Any, steps: int, raise_at: int | None = None) -> None:
@@ -30,7 +34,7 @@ def train(replica: Any, steps: int, raise_at: int | None = None) -> None:
         if step == raise_at:
             raise ValueError("a bad batch, say")
         optimizer.zero_grad()
-        replica(batch(dist.get_rank(), step)).square().mean().backward()
+        backward(replica, step)
         optimizer.step()
 
 
@@ -42,7 +46,7 @@ def train_joined(replica: Any, steps: int, raise_at: int | None = None, **option
 def raises_inside(front: str, throw: bool) -> float:
     """Rank 1 raises in its third step, where rank 0 goes on, and learns of it in its next forward."""
     module = build()
-    replica = make(front, module, process_group=short_group())
+    replica = make(front, module, process_group=short_group(LIMIT))
     rank = dist.get_rank()
     began = time.monotonic()
     if rank == 1:
@@ -56,7 +60,7 @@ def raises_inside(front: str, throw: bool) -> float:
     took = seconds_since(began)
 
     dist.barrier()
-    replica.change_process_group(short_group())
+    replica.change_process_group(short_group(LIMIT))
     same_everywhere(module)  # nobody has taken a step alone
     replica.zero_grad()
     train_joined(replica, 1 + rank)  # and once more, from the beginning
@@ -89,9 +93,10 @@ def test_a_rank_that_ends_inside(ranks: Ranks, front: str) -> None:
     assert seconds_since(began) < 15
 
 
-def raises_while_another_waits() -> None:
+@on_ranks(2)
+def test_a_rank_that_raises_while_another_has_run_out_of_data() -> None:
     """Rank 0 has run out of data and is in the end of the context when rank 1 raises."""
-    replica = make("DistributedDataParallel", build(), process_group=short_group())
+    replica = make("DistributedDataParallel", build(), process_group=short_group(LIMIT))
     if dist.get_rank() == 1:
         with pytest.raises(ValueError, match="a bad batch"), replica.join():
             train(replica, 3, raise_at=2)
@@ -100,13 +105,11 @@ def raises_while_another_waits() -> None:
             train(replica, 1)
 
 
-def test_a_rank_that_raises_while_another_has_run_out_of_data(ranks: Ranks) -> None:
-    ranks(raises_while_another_waits, 2)
-
-
-def never_enters(front: str) -> None:
+@FRONTS
+@on_ranks(2)
+def test_a_rank_that_never_enters(front: str) -> None:
     module = build()
-    replica = make(front, module, process_group=short_group())
+    replica = make(front, module, process_group=short_group(LIMIT))
     if dist.get_rank() == 0:
         with pytest.raises(JoinError, match="rank 0: inside a Join context not every rank answered"):
             train_joined(replica, 2)
@@ -114,13 +117,7 @@ def never_enters(front: str) -> None:
         with pytest.raises(RuntimeError):  # what it sent met what it was never meant for
             train(replica, 2)
     dist.barrier()
-    replica.change_process_group(short_group())
+    replica.change_process_group(short_group(LIMIT))
     replica.zero_grad()
-    replica(batch(dist.get_rank())).square().mean().backward()
-    for parameter, gradient in zip(module.parameters(), mean_gradients(module), strict=True):
-        torch.testing.assert_close(parameter.grad, gradient)
-
-
-@FRONTS
-def test_a_rank_that_never_enters(ranks: Ranks, front: str) -> None:
-    ranks(never_enters, 2, front)
+    backward(replica)
+    assert_gradients(module, mean_gradients(module))

@@ -13,12 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradsync.engine import engine, reducer
+from gradsync.engine import engine, parameter_group
 from gradsync.errors import ReplicaLostError, UnsuitableModuleError
-from gradsync.transport import choice, link, own_group
-from tests.ranks.small import FRONTS, build, make
+from gradsync.transport import choice, dedicated_group, handshake
+from tests.ranks.memory import be_on_host
+from tests.ranks.small import FRONTS, build, make, short_group
 from tests.support.outcome import End, Outcome
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, on_ranks
 
 TRANSPORTS = ("shared_memory", "process_group", "hierarchical")
 # Far more than the test's own limit: whoever waits for it fails.
@@ -43,7 +44,7 @@ def instead(owner: Any, name: str, end: Callable[[], None]) -> None:
 
 
 def before_the_handshake(end: Callable[[], None]) -> None:
-    instead(link, "connect", end)
+    instead(handshake, "connect", end)
 
 
 def after_the_handshake(end: Callable[[], None]) -> None:
@@ -51,7 +52,7 @@ def after_the_handshake(end: Callable[[], None]) -> None:
 
 
 def before_its_own_connections(end: Callable[[], None]) -> None:
-    instead(own_group, "connect_gloo", end)
+    instead(dedicated_group, "connect_gloo", end)
 
 
 def before_models_are_compared(end: Callable[[], None]) -> None:
@@ -123,7 +124,8 @@ def test_one_that_raises_is_told_with_its_reason(ranks: Ranks, fault: Any, trans
     assert_named(outcomes, 1, "ValueError: no data here")
 
 
-def unsuitable_on_one_rank() -> None:
+@on_ranks(3)
+def test_a_rank_that_can_t_and_lives_on() -> None:
     """It catches the error, and lives on: the others must not wait for it."""
     group = dist.new_group(timeout=NEVER)
     module = build()
@@ -139,10 +141,6 @@ def unsuitable_on_one_rank() -> None:
     make("replicate", build(), process_group=group)  # all is well the next time
 
 
-def test_a_rank_that_can_t_and_lives_on(ranks: Ranks) -> None:
-    ranks(unsuitable_on_one_rank, 3)
-
-
 # --- the first round ---------------------------------------------------------------------------------------
 
 
@@ -152,7 +150,7 @@ def lost_in_the_first_round(dead: int, where: str) -> None:
     if dist.get_rank() == dead:
         if where == "before":
             kill()
-        instead(reducer, "agree_on_plan" if where == "plan" else "make_buckets", kill)
+        instead(parameter_group, "plan_of_first_rank" if where == "plan" else "make_buckets", kill)
     output.sum().backward()
 
 
@@ -166,8 +164,7 @@ def test_in_the_first_round(ranks: Ranks, where: str, dead: int) -> None:
 
 
 def lost_on_another_host(dead: int, rounds: int) -> None:
-    place = f"host {dist.get_rank() // 2}"
-    link.location = lambda: place
+    be_on_host(dist.get_rank() // 2)
     module: Any = make("replicate", build(), process_group=dist.new_group(timeout=NEVER), transport="hierarchical")
     for number in range(100):
         if number == rounds and dist.get_rank() == dead:
@@ -182,9 +179,8 @@ def test_all_hosts_name_the_one_that_was_lost(ranks: Ranks, dead: int, rounds: i
 
 
 def stuck_on_another_host(stuck: int) -> None:
-    place = f"host {dist.get_rank() // 2}"
-    link.location = lambda: place
-    group = dist.new_group(timeout=timedelta(seconds=2))
+    be_on_host(dist.get_rank() // 2)
+    group = short_group(2)
     module: Any = make("replicate", build(), process_group=group, transport="hierarchical")
     module(torch.ones(2, 4)).sum().backward()
     if dist.get_rank() == stuck:

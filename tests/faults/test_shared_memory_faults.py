@@ -23,15 +23,17 @@ from torch import nn
 
 import gradsync
 from gradsync.errors import ReplicaLostError, RoundTimeoutError, SharedMemoryError
-from gradsync.transport import SymmetricMemory, link, symmetric, under_way
+from gradsync.transport import SymmetricMemory, handshake, progress_engine
+from gradsync.transport.slot_reads import SlotReads
+from gradsync.transport.slot_sums import SlotSums
 from tests.ranks.memory import descriptors, mapped, train, transport_of
-from tests.ranks.small import batch, build, make, mean_gradients, same_everywhere
+from tests.ranks.small import assert_gradients, backward, build, make, mean_gradients, same_everywhere
+from tests.support.children import FORKS_BESIDE_THREADS
 from tests.support.outcome import End
 from tests.support.patience import crowding, wait_until
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, on_ranks
 
-# Python 3.12 and later warn of forks beside threads, which gloo has.
-pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+pytestmark = FORKS_BESIDE_THREADS
 SOON = 5.0  # seconds: what takes milliseconds, on a machine with much else to do
 
 
@@ -52,7 +54,7 @@ def raise_something(*_: object) -> None:
 
 def in_the_middle_of_a_reduction(end: Callable[..., None], replica: nn.Module) -> None:
     """All slots are filled, and this rank's share is not added up."""
-    symmetric.SymmetricTensor.add_up = end  # type: ignore[method-assign]
+    SlotSums.add_up = end  # type: ignore[method-assign]
 
 
 def in_backward(end: Callable[..., None], replica: nn.Module) -> None:
@@ -65,7 +67,7 @@ def between_rounds(end: Callable[..., None], replica: nn.Module) -> None:
 
 def before_the_copies(end: Callable[..., None], replica: nn.Module) -> None:
     """The reduction is over; buffers are taken over from a rank that ends."""
-    symmetric.SymmetricTensor.shown_by = end  # type: ignore[method-assign, assignment]
+    SlotReads.reading = end  # type: ignore[method-assign, assignment]
 
 
 def lost(when: Callable[..., None], end: Callable[..., None], doomed: int) -> None:
@@ -75,7 +77,7 @@ def lost(when: Callable[..., None], end: Callable[..., None], doomed: int) -> No
     for step in range(6):
         if step == 3 and dist.get_rank() == doomed:
             when(end, replica)
-        replica(batch(dist.get_rank(), step)).square().mean().backward()
+        backward(replica, step)
         replica.zero_grad()
 
 
@@ -100,8 +102,8 @@ def lost_while_another_is_slow() -> None:
         if step == 3 and dist.get_rank() == 2:
             time.sleep(3)
         if step == 3 and dist.get_rank() == 1:
-            under_way.begin = die  # type: ignore[assignment]  # the slot is filled, and that is the last of it
-        replica(batch(dist.get_rank(), step)).square().mean().backward()
+            progress_engine.begin = die  # type: ignore[assignment]  # the slot is filled, and that is the last of it
+        backward(replica, step)
 
 
 def test_a_lost_rank_is_named_while_another_is_slow(ranks: Ranks) -> None:
@@ -127,10 +129,10 @@ BIG = 300 * 2**20
 
 
 def with_much_memory(end: Callable[[], None]) -> None:
-    door = link.Door
-    link.Door = _telling  # type: ignore[misc, assignment]
+    listener = handshake.Listener
+    handshake.Listener = _telling  # type: ignore[misc, assignment]
     tensor = SymmetricMemory().allocate(BIG // 2, torch.uint8)
-    link.Door = door  # type: ignore[misc]
+    handshake.Listener = listener  # type: ignore[misc]
     tensor.mine[::4096] = 1
     replica = make("replicate", build())
     train(replica, steps=2)
@@ -138,11 +140,11 @@ def with_much_memory(end: Callable[[], None]) -> None:
     end()
 
 
-_door = link.Door
+_listener = handshake.Listener
 
 
-def _telling() -> link.Door:
-    made = _door()
+def _telling() -> handshake.Listener:
+    made = _listener()
     print(made.name, flush=True)  # noqa: T201
     return made
 
@@ -254,7 +256,8 @@ def test_more_memory_than_there_is(ranks: Ranks) -> None:
         assert "transport='process_group'" in message
 
 
-def too_little_to_train() -> None:
+@on_ranks(2)
+def test_training_goes_on_without_shared_memory() -> None:
     """The first round asks for the memory. After the error on all ranks another transport does."""
     big = nn.Linear(2000, 4000, bias=False)  # 32 MB
     replica = gradsync.replicate(big)
@@ -270,10 +273,6 @@ def too_little_to_train() -> None:
     again = gradsync.replicate(big, transport="process_group")
     again(x).sum().backward()
     same_everywhere(big)
-
-
-def test_training_goes_on_without_shared_memory(ranks: Ranks) -> None:
-    ranks(too_little_to_train, 2)
 
 
 def in_a_container() -> None:
@@ -325,9 +324,8 @@ def stopped(seconds: float) -> float:
     while longest < seconds / 2:
         replica.zero_grad()
         wanted = mean_gradients(replica, step)
-        replica(batch(rank, step)).square().mean().backward()
-        for parameter, gradient in zip(replica.parameters(), wanted, strict=True):
-            torch.testing.assert_close(parameter.grad, gradient)
+        backward(replica, step)
+        assert_gradients(replica, wanted)
         before, latest = latest, time.monotonic()
         found: list[Any] = [None] * 2
         dist.all_gather_object(found, latest - before, group=group)
@@ -350,7 +348,7 @@ def late() -> None:
     for step in range(4):
         if step == 2 and dist.get_rank() == 1:
             time.sleep(2)
-        replica(batch(dist.get_rank(), step)).square().mean().backward()
+        backward(replica, step)
         replica.zero_grad()
 
 
@@ -359,5 +357,11 @@ def test_a_rank_that_takes_longer_than_the_limit_is_named(ranks: Ranks) -> None:
     for outcome in (outcomes[0], outcomes[2]):
         assert isinstance(outcome.exception, RoundTimeoutError), outcome
         assert outcome.exception.ranks == [1]
-        assert "waited 1 s for a bucket from rank 1" in str(outcome.exception)
+        text = str(outcome.exception)
+        assert re.search(
+            r"rank [02] has waited \d s, at the end of backward of round 2 of Sequential, waiting for bu", text
+        )
+        assert re.search(r"\nrank 1 has been past the end of round 1 of Sequential for \d s \(test_shared_mem", text), (
+            text
+        )
     assert isinstance(outcomes[1].exception, (ReplicaLostError, RoundTimeoutError)), outcomes[1]

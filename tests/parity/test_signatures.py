@@ -16,7 +16,7 @@ from torch.distributed._composable.replicate import DDP as Composable
 from torch.distributed._composable.replicate import replicate as over_group
 
 import gradsync
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, on_ranks
 
 DDP = gradsync.DistributedDataParallel
 
@@ -127,17 +127,14 @@ def test_replicate(theirs: Callable[..., Any]) -> None:
     assert missing(gradsync.replicate, theirs) == []
 
 
-def by_keyword() -> None:
+@on_ranks(2)
+def test_ignored_by_keyword() -> None:
     """As TorchRec calls it."""
     module = nn.Linear(2, 2)
     DDP._set_params_and_buffers_to_ignore_for_model(module=module, params_and_buffers_to_ignore=["bias"])
     wrapper = DDP(module=module)
     assert wrapper.parameters_to_ignore == {"bias"}
     assert wrapper._distributed_rank == dist.get_rank()
-
-
-def test_ignored_by_keyword(ranks: Ranks) -> None:
-    ranks(by_keyword, 2)
 
 
 def buffers_switched(name: str) -> list[float]:

@@ -12,8 +12,8 @@ import pytest
 import torch.distributed as dist
 
 import gradsync
-from tests.ranks.small import FRONTS, batch, build, make, same_everywhere
-from tests.support.ranks import Ranks
+from tests.ranks.small import FRONTS, backward, build, make, same_everywhere
+from tests.support.ranks import on_ranks
 
 TRANSPORTS = pytest.mark.parametrize("transport", ["shared_memory", "process_group", "hierarchical"])
 
@@ -37,14 +37,27 @@ def settles(at: Held) -> Held:
     return now
 
 
+def held_at_rest() -> Held:
+    """What is held, when that has not changed for a while."""
+    now, since = held(), time.monotonic()
+    while time.monotonic() - since < 0.3:
+        time.sleep(0.02)
+        if (later := held()) != now:
+            now, since = later, time.monotonic()
+    return now
+
+
 def train(module: Any, rounds: int = 2) -> None:
     for step in range(rounds):
-        module(batch(dist.get_rank(), step)).square().mean().backward()
+        backward(module, step)
 
 
-def come_and_go(front: str, transport: str) -> None:
+@FRONTS
+@TRANSPORTS
+@on_ranks(2)
+def test_replicas_that_are_gone_leave_nothing(front: str, transport: str) -> None:
     train(make(front, build(), transport=transport))  # what torch itself makes at first sight
-    before = held()
+    before = held_at_rest()
     for cycle in range(4):
         module: Any = make(front, build(), transport=transport)
         train(module)
@@ -55,14 +68,11 @@ def come_and_go(front: str, transport: str) -> None:
         dist.barrier()
 
 
-@FRONTS
-@TRANSPORTS
-def test_replicas_that_are_gone_leave_nothing(ranks: Ranks, front: str, transport: str) -> None:
-    ranks(come_and_go, 2, front, transport)
-
-
-def many(transport: str, most: tuple[int, int]) -> None:
-    before = held()
+# Descriptors and threads for each replica: a file of memory; a connection with the other rank, and gloo's two threads.
+@pytest.mark.parametrize(("transport", "most"), [("shared_memory", (1, 0)), ("process_group", (1, 2))])
+@on_ranks(2, limit=40.0)
+def test_many_replicas_share_what_they_can(transport: str, most: tuple[int, int]) -> None:
+    before = held_at_rest()
     modules: list[Any] = [make("replicate", build(), transport=transport) for _ in range(24)]
     for module in modules:
         train(module)
@@ -78,15 +88,10 @@ def many(transport: str, most: tuple[int, int]) -> None:
     assert settles(before) == before
 
 
-# Descriptors and threads for each replica: a file of memory; a connection with the other rank, and gloo's two threads.
-@pytest.mark.parametrize(("transport", "most"), [("shared_memory", (1, 0)), ("process_group", (1, 2))])
-def test_many_replicas_share_what_they_can(ranks: Ranks, transport: str, most: tuple[int, int]) -> None:
-    ranks(many, 2, transport, most, limit=40.0)
-
-
-def released_by_failure() -> None:
+@on_ranks(2)
+def test_one_that_could_not_be_made_leaves_nothing() -> None:
     """A replica that never came to be leaves nothing either."""
-    before = held()
+    before = held_at_rest()
     for _ in range(3):
         module = build() if dist.get_rank() else build().double()
         with pytest.raises(gradsync.errors.ModelMismatchError):
@@ -95,17 +100,14 @@ def released_by_failure() -> None:
         dist.barrier()
 
 
-def test_one_that_could_not_be_made_leaves_nothing(ranks: Ranks) -> None:
-    ranks(released_by_failure, 2)
-
-
-def of_another_kind() -> None:
+@on_ranks(2, backend=None)
+def test_groups_that_can_t_be_freed_are_used_again() -> None:
     """Groups that only c10d can make, as for GPUs: they can't be freed, but the next replica takes them."""
     os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
     dist.set_debug_level_from_env()  # type: ignore[attr-defined]  # gloo behind a wrapper of c10d's: no gloo to us
     dist.init_process_group("gloo")
     train(make("replicate", build(), transport="process_group"))
-    before = held()
+    before = held_at_rest()
     for _ in range(3):
         module: Any = make("replicate", build(), transport="process_group")
         train(module)
@@ -117,7 +119,3 @@ def of_another_kind() -> None:
     train(first)
     train(second)
     assert held().threads > before.threads, "each has its own"
-
-
-def test_groups_that_can_t_be_freed_are_used_again(ranks: Ranks) -> None:
-    ranks(of_another_kind, 2, backend=None)

@@ -16,10 +16,20 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.utils import fusion, parametrizations, parametrize, prune
 
 import gradsync
-from gradsync.errors import RosterChangedError
-from tests.ranks.small import FRONTS, TRANSPORTS, batch, make, same_everywhere
+from gradsync.errors import ParametersChangedError
+from tests.ranks.small import (
+    FRONTS,
+    TRANSPORTS,
+    assert_gradients,
+    backward,
+    batch,
+    gradients_of,
+    make,
+    mean_backward,
+    same_everywhere,
+)
 from tests.support.outcome import Outcome
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, on_ranks
 
 Change = Callable[[Any], None]
 # Of torch's older weight norm and spectral norm.
@@ -176,9 +186,8 @@ def train(replica: Any, module: nn.Module, oracle: nn.Module, steps: int = 2) ->
     for step in range(steps):
         for optimizer in optimizers:
             optimizer.zero_grad()
-        replica(batch(dist.get_rank(), step)).square().mean().backward()
-        for part in range(2):
-            (oracle(batch(part, step)).square().mean() / 2).backward()
+        backward(replica, step)
+        mean_backward(oracle, step)
         for (name, found), (same, expected) in zip(module.named_parameters(), oracle.named_parameters(), strict=True):
             assert name == same
             torch.testing.assert_close(found.grad, expected.grad, msg=f"gradient of {name}")
@@ -187,7 +196,11 @@ def train(replica: Any, module: nn.Module, oracle: nn.Module, steps: int = 2) ->
     same_everywhere(module)
 
 
-def changed_alike(front: str, transport: str, rounds: int) -> None:
+@FRONTS
+@TRANSPORTS
+@pytest.mark.parametrize("rounds", [0, 2])
+@on_ranks(2)
+def test_the_same_change_on_all_ranks(front: str, transport: str, rounds: int) -> None:
     for changes in ALIKE:
         module, oracle = build(), build()
         if spectral_norm in changes or older_norms in changes:  # the oracle has more forwards, which count there
@@ -211,30 +224,22 @@ def changed_alike(front: str, transport: str, rounds: int) -> None:
 
 
 @FRONTS
-@TRANSPORTS
-@pytest.mark.parametrize("rounds", [0, 2])
-def test_the_same_change_on_all_ranks(ranks: Ranks, front: str, transport: str, rounds: int) -> None:
-    ranks(changed_alike, 2, front, transport, rounds)
-
-
-def new_statistics(front: str) -> None:
+@on_ranks(2)
+def test_buffers_of_new_modules_are_kept_in_step(front: str) -> None:
     module = build()
     replica = make(front, module)
     for change in (None, normalized, None):
         if change is not None:
             change(module)
         module.zero_grad()
-        replica(batch(dist.get_rank())).square().mean().backward()
+        backward(replica)
         same_everywhere(module)
     assert module[4][0].running_mean.abs().max() > 0  # type: ignore[index]
 
 
 @FRONTS
-def test_buffers_of_new_modules_are_kept_in_step(ranks: Ranks, front: str) -> None:
-    ranks(new_statistics, 2, front)
-
-
-def fused(front: str) -> None:
+@on_ranks(2)
+def test_a_convolution_fused_with_its_norm(front: str) -> None:
     torch.manual_seed(0)
     module: Any = nn.Sequential(nn.Conv1d(1, 4, 3), nn.BatchNorm1d(4), nn.Flatten(), nn.Linear(8, 2))
     replica = make(front, module)
@@ -248,16 +253,12 @@ def fused(front: str) -> None:
     replica(x[dist.get_rank()]).square().mean().backward()
     for part in x:
         (oracle(part).square().mean() / 2).backward()
-    for found, expected in zip(module.parameters(), oracle.parameters(), strict=True):
-        torch.testing.assert_close(found.grad, expected.grad)
+    assert_gradients(module, gradients_of(oracle))
 
 
 @FRONTS
-def test_a_convolution_fused_with_its_norm(ranks: Ranks, front: str) -> None:
-    ranks(fused, 2, front)
-
-
-def ignored(front: str) -> None:
+@on_ranks(2)
+def test_what_is_ignored_may_be_changed_by_one_rank(front: str) -> None:
     """What is left out stays left out, also under another name, and what it becomes; one rank may do that alone."""
     module: Any = build()
     if front == "replicate":
@@ -270,13 +271,8 @@ def ignored(front: str) -> None:
         if step and dist.get_rank() == 1:
             [lambda _: prune.random_unstructured(module[3], "bias", 0.5), weight_norm, plain_again][step - 1](module)
         optimizer.zero_grad()
-        replica(batch(dist.get_rank())).square().mean().backward()
+        backward(replica)
         optimizer.step()
-
-
-@FRONTS
-def test_what_is_ignored_may_be_changed_by_one_rank(ranks: Ranks, front: str) -> None:
-    ranks(ignored, 2, front)
 
 
 # --- in different ways -------------------------------------------------------------------------------------
@@ -328,18 +324,18 @@ def changed_by_rank(front: str, transport: str, rounds: int, change: Change, alo
     module = build()
     replica = make(front, module, transport=transport, verify="never")
     for step in range(rounds):
-        replica(batch(dist.get_rank(), step)).square().mean().backward()
+        backward(replica, step)
         module.zero_grad()
     torch.manual_seed(dist.get_rank())
     if dist.get_rank() == 1 or not alone:
         change(module)
     for _ in range(2):  # what is only gone at first seems to be unused
-        replica(batch(dist.get_rank())).square().mean().backward()
+        backward(replica)
 
 
 def assert_all_raised(outcomes: list[Outcome], pattern: str) -> None:
     for outcome in outcomes:
-        assert isinstance(outcome.exception, RosterChangedError), outcome
+        assert isinstance(outcome.exception, ParametersChangedError), outcome
         assert re.search(pattern, str(outcome.exception)), str(outcome.exception)
         assert f"rank {outcome.rank}" in str(outcome.exception)
         assert "gradsync.unreplicate(module)" in str(outcome.exception)
@@ -361,7 +357,10 @@ def test_a_change_by_different_values(ranks: Ranks, front: str, rounds: int, cha
     assert_all_raised(ranks.outcomes(changed_by_rank, 2, front, transport, rounds, change, False), pattern)
 
 
-def made_good(front: str, transport: str) -> None:
+@FRONTS
+@TRANSPORTS
+@on_ranks(2)
+def test_after_the_error(front: str, transport: str) -> None:
     """After the error: undone where it was made, or made where it was not, training goes on."""
     for undone in (True, False):
         module, oracle = build(), build()
@@ -371,8 +370,8 @@ def made_good(front: str, transport: str) -> None:
         wider = nn.Linear(2, 3)
         if dist.get_rank() == 1:
             module.append(wider)
-        with pytest.raises(RosterChangedError):
-            replica(batch(dist.get_rank())).square().mean().backward()
+        with pytest.raises(ParametersChangedError):
+            backward(replica)
         if not undone:
             oracle.append(copy.deepcopy(wider))
             if dist.get_rank() == 0:
@@ -382,40 +381,32 @@ def made_good(front: str, transport: str) -> None:
         train(replica, module, oracle)
 
 
-@FRONTS
-@TRANSPORTS
-def test_after_the_error(ranks: Ranks, front: str, transport: str) -> None:
-    ranks(made_good, 2, front, transport)
-
-
 # --- over a mesh -------------------------------------------------------------------------------------------
 
 
-def over_a_mesh(change: Change, rounds: int) -> None:
+@pytest.mark.parametrize("rounds", [0, 2])
+@on_ranks(2)
+def test_over_a_mesh_it_is_refused(rounds: int) -> None:
     module = build()
     replica: Any = gradsync.replicate(module, mesh=init_device_mesh("cpu", (2,)))
     for step in range(rounds):
-        replica(batch(dist.get_rank(), step)).square().mean().backward()
+        backward(replica, step)
         module.zero_grad()
-    change(module)
-    with pytest.raises(RosterChangedError, match=r"mesh.*'0\.weight_orig'.*gradsync\.unreplicate"):
-        replica(batch(dist.get_rank())).square().mean().backward()
+    pruned(module)
+    with pytest.raises(ParametersChangedError, match=r"mesh.*'0\.weight_orig'.*gradsync\.unreplicate"):
+        backward(replica)
 
 
-@pytest.mark.parametrize("rounds", [0, 2])
-def test_over_a_mesh_it_is_refused(ranks: Ranks, rounds: int) -> None:
-    ranks(over_a_mesh, 2, pruned, rounds)
-
-
-def in_low_precision(change: Change) -> None:
-    """The faces follow to where the parameters went."""
+@pytest.mark.parametrize("change", [pruned, weight_norm, symmetric, replaced, adapted, other_data])
+@on_ranks(2)
+def test_with_a_precision_policy(change: Change) -> None:
+    """The compute parameters follow to where the parameters went."""
     module, oracle = build(), build()
     policy = MixedPrecisionPolicy(param_dtype=torch.float64)
     replica: Any = gradsync.replicate(module, mp_policy=policy)
     for step in range(3):
-        replica(batch(dist.get_rank())).square().mean().backward()
-        for part in range(2):
-            (oracle(batch(part)).square().mean() / 2).backward()
+        backward(replica)
+        mean_backward(oracle)
         for (name, found), expected in zip(module.named_parameters(), oracle.parameters(), strict=True):
             assert found.dtype is torch.float32
             torch.testing.assert_close(found.grad, expected.grad, msg=f"gradient of {name}")
@@ -424,8 +415,3 @@ def in_low_precision(change: Change) -> None:
             torch.manual_seed(5)
             if step == 0:
                 change(one)
-
-
-@pytest.mark.parametrize("change", [pruned, weight_norm, symmetric, replaced, adapted, other_data])
-def test_with_a_precision_policy(ranks: Ranks, change: Change) -> None:
-    ranks(in_low_precision, 2, change)

@@ -16,8 +16,9 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import gradsync
 from gradsync.checkpoint import CheckpointModule, checkpoint
 from gradsync.contract import registry
+from tests.ranks.small import assert_gradients, gradients_of
 from tests.support.blocks import Block, Sometimes, assert_same_gradients, both, stack, step
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, on_ranks
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -84,7 +85,9 @@ def batches(step: int) -> list[Tensor]:
     return [torch.randn(3, 4, generator=torch.Generator().manual_seed(step * 8 + r)) for r in range(2)]
 
 
-def trained(name: str) -> None:
+@pytest.mark.parametrize("name", ARRANGEMENTS)
+@on_ranks(2)
+def test_replicas(name: str) -> None:
     """On a rank: three steps are those of one process on all data."""
     oracle, module = both(norm_stack)
     front = ARRANGEMENTS[name](module)
@@ -105,12 +108,9 @@ def trained(name: str) -> None:
     assert module[0].forwards >= 6, "it was recomputed in each step"
 
 
-@pytest.mark.parametrize("name", ARRANGEMENTS)
-def test_replicas(ranks: Ranks, name: str) -> None:
-    ranks(trained, 2, name)
-
-
-def with_buffers(name: str) -> None:
+@pytest.mark.parametrize("name", ["checkpoint, then replicate", "replicate, then checkpoint"])
+@on_ranks(2)
+def test_buffers_of_replicas(name: str) -> None:
     """On a rank: running statistics are those of a replica that isn't checkpointed."""
     torch.manual_seed(0)
     plain, module = both(lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh(), Block(), nn.Linear(4, 2)))
@@ -124,12 +124,10 @@ def with_buffers(name: str) -> None:
     assert module[3].forwards == 6
 
 
-@pytest.mark.parametrize("name", ["checkpoint, then replicate", "replicate, then checkpoint"])
-def test_buffers_of_replicas(ranks: Ranks, name: str) -> None:
-    ranks(with_buffers, 2, name)
-
-
-def in_another_form(kind: str) -> None:
+@pytest.mark.filterwarnings("ignore")  # DTensor's own
+@pytest.mark.parametrize("kind", ["precision", "mesh"])
+@on_ranks(2, limit=60)
+def test_parameters_in_another_form(kind: str) -> None:
     """On a rank: parameters that compute as something else than they are registered as do so again in backward."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -152,13 +150,8 @@ def in_another_form(kind: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(found, gradients[0], strict=True))
 
 
-@pytest.mark.filterwarnings("ignore")  # DTensor's own
-@pytest.mark.parametrize("kind", ["precision", "mesh"])
-def test_parameters_in_another_form(ranks: Ranks, kind: str) -> None:
-    ranks(in_another_form, 2, kind, limit=60)
-
-
-def hooks_counted() -> None:
+@on_ranks(2)
+def test_hooks_of_a_replica_run_once() -> None:
     for order in ORDERS:
         module = stack()
         calls: list[str] = []
@@ -170,11 +163,8 @@ def hooks_counted() -> None:
         assert sorted(registry(module)) == ["checkpoint", "replicate"]
 
 
-def test_hooks_of_a_replica_run_once(ranks: Ranks) -> None:
-    ranks(hooks_counted, 2)
-
-
-def copied_and_undone() -> None:
+@on_ranks(2)
+def test_copied_and_undone() -> None:
     """Each of both can be copied, pickled and undone with the other there."""
     for order in ORDERS:
         module: Any = stack()
@@ -197,11 +187,9 @@ def copied_and_undone() -> None:
         assert not any(torch.equal(a, p.grad) for a, p in zip(gradients, module.parameters(), strict=True))
 
 
-def test_copied_and_undone(ranks: Ranks) -> None:
-    ranks(copied_and_undone, 2)
-
-
-def compiled() -> None:
+@pytest.mark.filterwarnings("ignore")  # dynamo's own
+@on_ranks(2, limit=90)
+def test_compiled_replicas() -> None:
     for order in ORDERS:
         torch.compiler.reset()
         oracle, module = both(stack)
@@ -211,13 +199,7 @@ def compiled() -> None:
         for batch in batches(0):
             (oracle(batch).square().mean() / 2).backward()
         front(batches(0)[dist.get_rank()]).square().mean().backward()
-        for found, expected in zip(module.parameters(), oracle.parameters(), strict=True):
-            torch.testing.assert_close(found.grad, expected.grad)
-
-
-@pytest.mark.filterwarnings("ignore")  # dynamo's own
-def test_compiled_replicas(ranks: Ranks) -> None:
-    ranks(compiled, 2, limit=90)
+        assert_gradients(module, gradients_of(oracle))
 
 
 def failed_and_repeated() -> str:

@@ -13,8 +13,8 @@ from torch._dynamo import compiled_autograd, config
 
 import gradsync
 from gradsync.errors import NotSupportedError
-from tests.ranks.small import FRONTS, make
-from tests.support.ranks import Ranks
+from tests.ranks.small import FRONTS, assert_gradients, gradients_of, make
+from tests.support.ranks import on_ranks
 
 BACKEND = "aot_eager"  # needs no C++ compiler
 
@@ -33,8 +33,7 @@ def assert_mean_gradients(module: nn.Module) -> None:
     oracle.zero_grad()
     for rank in range(dist.get_world_size()):
         (oracle(batch(rank)).square().mean() / dist.get_world_size()).backward()
-    for found, wanted in zip(module.parameters(), oracle.parameters(), strict=True):
-        torch.testing.assert_close(found.grad, wanted.grad)
+    assert_gradients(module, gradients_of(oracle))
 
 
 def is_replica(module: nn.Module) -> bool:
@@ -68,7 +67,10 @@ def configured(replica: Any, module: Any, x: Tensor) -> None:
         torch.compile(step, backend=BACKEND)()
 
 
-def refused(front: str) -> None:
+@pytest.mark.filterwarnings("ignore")  # dynamo's own
+@FRONTS
+@on_ranks(2, limit=100)
+def test_compiled_autograd_is_refused_by_name(front: str) -> None:
     module = model()
     replica = make(front, module)
     mine = batch(dist.get_rank())
@@ -88,11 +90,8 @@ def refused(front: str) -> None:
 
 @pytest.mark.filterwarnings("ignore")  # dynamo's own
 @FRONTS
-def test_compiled_autograd_is_refused_by_name(ranks: Ranks, front: str) -> None:
-    ranks(refused, 2, front, limit=100)
-
-
-def python_reducer(front: str) -> None:
+@on_ranks(2, limit=100)
+def test_torchs_python_reducer_makes_no_difference(front: str) -> None:
     """torch's class would leave the gradients to compiled autograd; ours need not know."""
     module = model()
     with config.patch(optimize_ddp="python_reducer"):
@@ -101,12 +100,6 @@ def python_reducer(front: str) -> None:
             module.zero_grad()
             replica(batch(dist.get_rank())).square().mean().backward()
             assert_mean_gradients(module)
-
-
-@pytest.mark.filterwarnings("ignore")  # dynamo's own
-@FRONTS
-def test_torchs_python_reducer_makes_no_difference(ranks: Ranks, front: str) -> None:
-    ranks(python_reducer, 2, front, limit=100)
 
 
 # --- what the statistics tell ----------------------------------------------------------------------------
@@ -128,7 +121,12 @@ class Halves(nn.Module):
         return out
 
 
-def overlap(front: str, how: str, apart: bool) -> None:
+@pytest.mark.filterwarnings("ignore")  # dynamo's own
+@FRONTS
+@pytest.mark.parametrize("apart", [True, False])
+@pytest.mark.parametrize("how", ["eager", "compiled first", "compiled after"])
+@on_ranks(2, limit=100)
+def test_overlap_is_told_where_there_is_some(front: str, how: str, apart: bool) -> None:
     module: Any = Halves(apart)
     if how == "compiled first":
         module = torch.compile(module, backend=BACKEND)
@@ -146,11 +144,3 @@ def overlap(front: str, how: str, apart: bool) -> None:
         assert told.overlapped_buckets == 6
     else:
         assert told.overlapped_buckets == 0
-
-
-@pytest.mark.filterwarnings("ignore")  # dynamo's own
-@FRONTS
-@pytest.mark.parametrize("apart", [True, False])
-@pytest.mark.parametrize("how", ["eager", "compiled first", "compiled after"])
-def test_overlap_is_told_where_there_is_some(ranks: Ranks, front: str, how: str, apart: bool) -> None:
-    ranks(overlap, 2, front, how, apart, limit=100)

@@ -12,23 +12,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
 from torch.func import functional_call, grad, hessian, jacrev, jvp, vjp, vmap
 from torch.nn.parallel.distributed import _MixedPrecision
 
 import gradsync
-from tests.support.ranks import Ranks
+from tests.ranks.small import batch, build, full
+from tests.support.ranks import on_ranks
 
 LOW = torch.bfloat16
-
-
-def build() -> Any:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-
-
-def batch(part: int) -> Tensor:
-    return torch.randn(5, 3, generator=torch.Generator().manual_seed(part))
 
 
 def total(module: Any) -> Callable[[Tensor], Tensor]:
@@ -82,7 +73,25 @@ def made(kind: str) -> tuple[Any, Any]:
     return gradsync.replicate(module, mesh=mesh, mp_policy=policy), plain.to(LOW)
 
 
-def transformed(kind: str) -> None:
+def check_gradients(model: Any, plain: Any) -> None:
+    plain.zero_grad()
+    low = next(plain.parameters()).dtype
+    losses = [plain(batch(part).to(low)).float().square().mean() for part in range(2)]
+    (sum(losses) / 2).backward()
+    tolerance = {} if low is torch.float32 else {"atol": 0.02, "rtol": 0.05}
+    for found, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+        assert (found.grad is None) is (wanted.grad is None)
+        if found.grad is None:
+            continue
+        torch.testing.assert_close(full(found.grad).float(), wanted.grad.float(), **tolerance)  # type: ignore[arg-type]
+
+
+KINDS = ["policy", "mesh", "both", "wrapper"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2)
+def test_transforms(kind: str) -> None:
     """The results are those of a plain module in the policy's precision, also after a step, and training goes on."""
     model, plain = made(kind)
     before = [type(parameter) for parameter in model.parameters()]
@@ -104,32 +113,9 @@ def transformed(kind: str) -> None:
         next(plain.parameters()).requires_grad_(freezes.requires_grad)
 
 
-def full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def check_gradients(model: Any, plain: Any) -> None:
-    plain.zero_grad()
-    low = next(plain.parameters()).dtype
-    losses = [plain(batch(part).to(low)).float().square().mean() for part in range(2)]
-    (sum(losses) / 2).backward()
-    tolerance = {} if low is torch.float32 else {"atol": 0.02, "rtol": 0.05}
-    for found, wanted in zip(model.parameters(), plain.parameters(), strict=True):
-        assert (found.grad is None) is (wanted.grad is None)
-        if found.grad is None:
-            continue
-        torch.testing.assert_close(full(found.grad).float(), wanted.grad.float(), **tolerance)  # type: ignore[arg-type]
-
-
-KINDS = ["policy", "mesh", "both", "wrapper"]
-
-
 @pytest.mark.parametrize("kind", KINDS)
-def test_transforms(ranks: Ranks, kind: str) -> None:
-    ranks(transformed, 2, kind)
-
-
-def called_functionally(kind: str) -> None:
+@on_ranks(2)
+def test_functional_call(kind: str) -> None:
     """`functional_call` computes with what it is given, in the policy's precision, and leaves the module as it was."""
     model, plain = made(kind)
     registered = list(model.parameters())
@@ -165,8 +151,3 @@ def called_functionally(kind: str) -> None:
     model(batch(dist.get_rank())).float().square().mean().backward()
     check_gradients(model, plain)
     gradsync.verify(model.wrapper if kind == "wrapper" else model)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_functional_call(ranks: Ranks, kind: str) -> None:
-    ranks(called_functionally, 2, kind)

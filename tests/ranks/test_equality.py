@@ -4,15 +4,12 @@ import pytest
 
 from tests.ranks.cases import CASES
 from tests.support.equality import check_case
-from tests.support.ranks import Ranks
-
-
-def body(name: str) -> None:
-    check_case(CASES[name], transports=["shared_memory", "process_group"])
-    check_case(CASES[name], fronts=["copies"], transports=["shared_memory"])
+from tests.support.ranks import on_ranks
 
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("name", CASES)
-def test_trains_as_one_process_does(ranks: Ranks, name: str, size: int) -> None:
-    ranks(body, size, name)
+@on_ranks("size")
+def test_trains_as_one_process_does(name: str, size: int) -> None:
+    check_case(CASES[name], transports=["shared_memory", "process_group"])
+    check_case(CASES[name], fronts=["copies"], transports=["shared_memory"])

@@ -15,13 +15,12 @@ from torch.utils.data import DataLoader, Dataset
 
 import gradsync
 from gradsync.errors import ForkedError
-from gradsync.transport import link
-from tests.ranks.small import FRONTS, batch, build, make, mean_gradients, same_everywhere
-from tests.support.children import in_child
-from tests.support.ranks import Ranks
+from tests.ranks.memory import be_on_host
+from tests.ranks.small import FRONTS, assert_gradients, backward, batch, build, make, mean_gradients, same_everywhere
+from tests.support.children import FORKS_BESIDE_THREADS, in_child
+from tests.support.ranks import on_ranks
 
-# Python 3.12 and later warn of forks beside threads, which gloo has.
-pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+pytestmark = FORKS_BESIDE_THREADS
 PLACES = pytest.mark.parametrize(
     ("transport", "size"), [("shared_memory", 2), ("process_group", 2), ("hierarchical", 3)]
 )
@@ -29,8 +28,7 @@ PLACES = pytest.mark.parametrize(
 
 def replica_of(front: str, module: nn.Module, transport: str, **options: Any) -> Any:
     if transport == "hierarchical":  # the last rank is on another host
-        place = f"host {dist.get_rank() // 2}"
-        link.location = lambda: place
+        be_on_host(dist.get_rank() // 2)
     return make(front, module, transport=transport, **options)
 
 
@@ -98,30 +96,29 @@ ATTEMPTS = [
 ]
 
 
-def children(front: str, transport: str) -> None:
+@FRONTS
+@PLACES
+@on_ranks("size")
+def test_a_child_can_not_take_the_ranks_part(front: str, transport: str, size: int) -> None:
     """Before the first round, and between two; the rank itself goes on as if there had been none."""
     module = build()
     replica = replica_of(front, module, transport)
-    rank, parts = dist.get_rank(), range(dist.get_world_size())
+    parts = range(size)
     for rounds in range(3):
         attempts = Attempts(replica, module)
         for attempt in ATTEMPTS if rounds != 1 else ():
             in_child(partial(attempt, attempts))
         module.zero_grad()
         wanted = mean_gradients(module, rounds, parts)
-        replica(batch(rank, rounds)).square().mean().backward()
-        for parameter, gradient in zip(module.parameters(), wanted, strict=True):
-            torch.testing.assert_close(parameter.grad, gradient)
+        backward(replica, rounds)
+        assert_gradients(module, wanted)
     same_everywhere(module)
 
 
 @FRONTS
 @PLACES
-def test_a_child_can_not_take_the_ranks_part(ranks: Ranks, front: str, transport: str, size: int) -> None:
-    ranks(children, size, front, transport)
-
-
-def evaluates_with_stale_buffers(front: str, transport: str) -> None:
+@on_ranks("size")
+def test_evaluation_with_buffers_of_its_own(front: str, transport: str, size: int) -> None:
     """Buffers that the ranks would exchange before an evaluation stay as they are in a child."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
@@ -130,12 +127,6 @@ def evaluates_with_stale_buffers(front: str, transport: str) -> None:
     in_child(lambda: replica.eval()(batch(0)))
     replica.eval()(batch(0))
     same_everywhere(module)
-
-
-@FRONTS
-@PLACES
-def test_evaluation_with_buffers_of_its_own(ranks: Ranks, front: str, transport: str, size: int) -> None:
-    ranks(evaluates_with_stale_buffers, size, front, transport)
 
 
 class Labelled(Dataset[Any]):
@@ -154,20 +145,17 @@ class Labelled(Dataset[Any]):
         return output.detach()
 
 
-def labelled_by_workers(front: str, transport: str) -> None:
+@FRONTS
+@on_ranks(2)
+def test_workers_of_a_data_loader(front: str) -> None:
+    """One transport is enough: the loader waits 5 s for a worker that has begun a backward, whoever forked it."""
     module = build()
-    replica = replica_of(front, module, transport)
+    replica = replica_of(front, module, "process_group")
     for _ in range(2):
         module.zero_grad()
         for labels in DataLoader(Labelled(replica, False), num_workers=2, multiprocessing_context="fork"):
             assert labels.isfinite().all()
         with pytest.raises(ForkedError, match=f"forked from rank {dist.get_rank()}"):
             list(DataLoader(Labelled(replica, True), num_workers=1, multiprocessing_context="fork"))
-        replica(batch(dist.get_rank())).square().mean().backward()
+        backward(replica)
     same_everywhere(module)
-
-
-@FRONTS
-def test_workers_of_a_data_loader(ranks: Ranks, front: str) -> None:
-    """One transport is enough: the loader waits 5 s for a worker that has begun a backward, whoever forked it."""
-    ranks(labelled_by_workers, 2, front, "process_group")

@@ -9,7 +9,6 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
 
@@ -20,11 +19,11 @@ from torch import Tensor, nn
 
 import gradsync
 from gradsync.errors import ReplicaLostError, RoundTimeoutError
-from gradsync.transport import link
+from gradsync.transport import handshake
 from gradsync.transport.process_group import ProcessGroupTransport
-from tests.ranks.memory import requests, same_on_all, transport, transport_of
+from tests.ranks.memory import be_on_host, requests, same_on_all, transport, transport_of
 from tests.ranks.small import build, make, same_everywhere
-from tests.support.hosts import Host, NotAllowed, make_hosts
+from tests.support.hosts import Host, hosts_or_skip
 from tests.support.outcome import End
 from tests.support.patience import crowding
 from tests.support.ranks import Ranks
@@ -36,8 +35,7 @@ DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.com
 
 
 def be_on(shape: Shape) -> None:
-    place = f"host {shape[dist.get_rank()]}"
-    link.location = lambda: place
+    be_on_host(shape[dist.get_rank()])
 
 
 def values(numel: int, dtype: torch.dtype, rank: int) -> Tensor:
@@ -133,7 +131,7 @@ def test_no_race_is_found(ranks: Ranks, shape: Shape) -> None:
 
 
 def train(transport_name: str) -> list[str]:
-    """Two replicas with batch normalisation in one backward, several buckets each."""
+    """Two replicas with batch normalization in one backward, several buckets each."""
     torch.manual_seed(0)
     modules: list[Any] = [nn.Sequential(build(), nn.BatchNorm1d(2)).double() for _ in range(2)]
     replicas = [make("replicate", module, transport=transport_name) for module in modules]
@@ -195,11 +193,7 @@ def test_a_late_rank_on_another_host(ranks: Ranks, shape: Shape) -> None:
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[list[Host]]:
-    with ExitStack() as stack:
-        try:
-            made = stack.enter_context(make_hosts(3))
-        except NotAllowed as reason:
-            pytest.skip(f"no network namespaces can be made here: {reason}")
+    with hosts_or_skip(3) as made:
         yield made
 
 
@@ -213,7 +207,7 @@ def enter(hosts: list[Host], shape: Shape) -> None:
         timeout=timedelta(seconds=10),
     )
     places: list[Any] = [None] * len(shape)
-    dist.all_gather_object(places, link.location())
+    dist.all_gather_object(places, handshake.location())
     assert len(set(places)) == len(set(shape))
 
 

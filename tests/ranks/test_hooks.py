@@ -26,8 +26,18 @@ from torch.distributed.optim.apply_optimizer_in_backward import (
 import gradsync
 from gradsync.errors import HookError
 from gradsync.hooks.comm_hook import name_of
-from tests.ranks.small import FRONTS, TRANSPORTS, batch, build, make, mean_gradients, same_everywhere
-from tests.support.ranks import Ranks
+from tests.ranks.small import (
+    FRONTS,
+    TRANSPORTS,
+    assert_gradients,
+    backward,
+    batch,
+    build,
+    make,
+    mean_gradients,
+    same_everywhere,
+)
+from tests.support.ranks import on_ranks
 
 # --- communication hooks -----------------------------------------------------------------------------
 
@@ -56,7 +66,11 @@ STOCK = ["allreduce", "fp16", "bf16", "fp16 wrapper", "bf16 wrapper", "powerSGD"
 STOCK += ["per tensor", "per channel"]
 
 
-def stock_hook(front: str, transport: str, name: str) -> None:
+@FRONTS
+@TRANSPORTS
+@pytest.mark.parametrize("name", STOCK)
+@on_ranks(2)
+def test_torchs_stock_hooks_run_unchanged(front: str, transport: str, name: str) -> None:
     module = build()
     replica = make(front, module, transport=transport)
     state, hook, tolerance = stock(name)
@@ -70,22 +84,15 @@ def stock_hook(front: str, transport: str, name: str) -> None:
             (replica(batch(dist.get_rank(), step)).square().mean() / 2).backward()
         (replica(batch(dist.get_rank(), step)).square().mean() / 2).backward()
         if tolerance < 1:
-            for parameter, gradient in zip(module.parameters(), expected, strict=True):
-                torch.testing.assert_close(parameter.grad, gradient, rtol=tolerance, atol=tolerance)
+            assert_gradients(module, expected, rtol=tolerance, atol=tolerance)
         optimizer.step()
         same_everywhere(module)
     with pytest.raises(HookError, match="can only be called once"):
         replica.register_comm_hook(state, hook)
 
 
-@FRONTS
-@TRANSPORTS
-@pytest.mark.parametrize("name", STOCK)
-def test_torchs_stock_hooks_run_unchanged(ranks: Ranks, front: str, transport: str, name: str) -> None:
-    ranks(stock_hook, 2, front, transport, name)
-
-
-def quantised_data() -> None:
+@on_ranks(2)
+def test_quantized_gradients() -> None:
     """What is far from the rest loses little with a scale for every 512 elements; zero stays zero."""
     module = nn.Linear(2048, 1, bias=False, dtype=torch.float64)
     errors = []
@@ -106,11 +113,9 @@ def quantised_data() -> None:
     assert errors[1] < 0.01
 
 
-def test_quantised_gradients(ranks: Ranks) -> None:
-    ranks(quantised_data, 2)
-
-
-def own_hook(front: str) -> None:
+@FRONTS
+@on_ranks(2)
+def test_a_hook_of_ones_own(front: str) -> None:
     class Half(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -142,12 +147,9 @@ def own_hook(front: str) -> None:
     assert gradsync.statistics(replica).hook.endswith("hook")
 
 
-@FRONTS
-def test_a_hook_of_ones_own(ranks: Ranks, front: str) -> None:
-    ranks(own_hook, 2, front)
-
-
-def hook_state_pickles() -> None:
+@pytest.mark.filterwarnings("ignore")
+@on_ranks(2)
+def test_hook_state_pickles() -> None:
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
     replica = gradsync.replicate(build())
     assert isinstance(replica, gradsync.ReplicateModule)
@@ -158,28 +160,22 @@ def hook_state_pickles() -> None:
     assert loaded.iter == state.iter > 0
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_hook_state_pickles(ranks: Ranks) -> None:
-    ranks(hook_state_pickles, 2)
-
-
-def builtin() -> None:
+@on_ranks(2)
+def test_builtin_hooks() -> None:
     module = build()
     ddp = gradsync.DistributedDataParallel(module)
     ddp._register_builtin_comm_hook(BuiltinCommHookType.FP16_COMPRESS)
-    ddp(batch(dist.get_rank())).square().mean().backward()
-    for parameter, gradient in zip(module.parameters(), mean_gradients(module), strict=True):
-        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-2, atol=1e-2)
-
-
-def test_builtin_hooks(ranks: Ranks) -> None:
-    ranks(builtin, 2)
+    backward(ddp)
+    assert_gradients(module, mean_gradients(module), rtol=0.01, atol=0.01)
 
 
 # --- optimizers in backward --------------------------------------------------------------------------
 
 
-def overlapped(front: str, how: str) -> None:
+@FRONTS
+@pytest.mark.parametrize("how", ["factory", "instance"])
+@on_ranks(2)
+def test_an_optimizer_in_backward(front: str, how: str) -> None:
     module, plain = build(), build()
     replica = make(front, module)
     expected = torch.optim.AdamW(plain.parameters(), lr=0.05)
@@ -209,12 +205,9 @@ def overlapped(front: str, how: str) -> None:
 
 
 @FRONTS
-@pytest.mark.parametrize("how", ["factory", "instance"])
-def test_an_optimizer_in_backward(ranks: Ranks, front: str, how: str) -> None:
-    ranks(overlapped, 2, front, how)
-
-
-def torchs_in_backward(front: str, after: bool) -> None:
+@pytest.mark.parametrize("after", [False, True])
+@on_ranks(2)
+def test_torchs_optimizers_in_backward_are_honored(front: str, after: bool) -> None:
     module, plain = build(), build()
     if not after:
         apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1})
@@ -223,7 +216,7 @@ def torchs_in_backward(front: str, after: bool) -> None:
         apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1})
     for step in range(3):
         gradients = mean_gradients(plain, step)
-        replica(batch(dist.get_rank(), step)).square().mean().backward()
+        backward(replica, step)
         with torch.no_grad():
             for parameter, gradient in zip(plain.parameters(), gradients, strict=True):
                 parameter.sub_(0.1 * gradient)
@@ -233,19 +226,15 @@ def torchs_in_backward(front: str, after: bool) -> None:
 
 
 @FRONTS
-@pytest.mark.parametrize("after", [False, True])
-def test_torchs_optimizers_in_backward_are_honoured(ranks: Ranks, front: str, after: bool) -> None:
-    ranks(torchs_in_backward, 2, front, after)
-
-
-def zero(front: str) -> None:
+@on_ranks(2)
+def test_sharded_optimizer_state(front: str) -> None:
     module, plain = build(), build()
     replica = make(front, module)
     optimizer = ZeroRedundancyOptimizer(module.parameters(), torch.optim.Adam, lr=0.05)
     expected = torch.optim.Adam(plain.parameters(), lr=0.05)
     for step in range(3):
         optimizer.zero_grad()
-        replica(batch(dist.get_rank(), step)).square().mean().backward()
+        backward(replica, step)
         for parameter, gradient in zip(plain.parameters(), mean_gradients(plain, step), strict=True):
             parameter.grad = gradient
         optimizer.step()
@@ -254,18 +243,16 @@ def zero(front: str) -> None:
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 
-@FRONTS
-def test_sharded_optimizer_state(ranks: Ranks, front: str) -> None:
-    ranks(zero, 2, front)
-
-
 def layers(module: nn.Module) -> list[dict[str, Any]]:
     """A parameter group for each layer, with learning rates of their own."""
     parts = [part for part in module if isinstance(part, nn.Linear)]  # type: ignore[attr-defined]
     return [{"params": list(part.parameters()), "lr": 0.05 * (1 + number)} for number, part in enumerate(parts)]
 
 
-def zero_in_backward(front: str, how: str) -> None:
+@FRONTS
+@pytest.mark.parametrize("how", ["plain", "freed", "bucket view"])
+@on_ranks(2)
+def test_sharded_optimizer_in_backward(front: str, how: str) -> None:
     module, plain = build(), build()
     replica = make(front, module)
     optimizer = ZeroRedundancyOptimizer(
@@ -297,17 +284,15 @@ def zero_in_backward(front: str, how: str) -> None:
         optimizer.step()
 
 
-@FRONTS
-@pytest.mark.parametrize("how", ["plain", "freed", "bucket view"])
-def test_sharded_optimizer_in_backward(ranks: Ranks, front: str, how: str) -> None:
-    ranks(zero_in_backward, 2, front, how)
-
-
 def gloo_by_another_name(store: Any, rank: int, size: int, timeout: Any) -> Any:
     return dist.ProcessGroupGloo(store, rank, size, timeout)
 
 
-def torchs_zero_hooks(interleaved: bool, shard_buckets: bool) -> None:
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("shard_buckets", [False, True])
+@pytest.mark.parametrize("interleaved", [False, True])
+@on_ranks(2, backend=None)
+def test_torchs_hooks_for_a_sharded_optimizer(interleaved: bool, shard_buckets: bool) -> None:
     """They refuse gloo by its name, for hangs that ours, which waits for one hook before the next, does not have."""
     dist.Backend.register_backend("other", gloo_by_another_name, devices=["cpu"])
     dist.init_process_group("other")
@@ -319,7 +304,7 @@ def torchs_zero_hooks(interleaved: bool, shard_buckets: bool) -> None:
     for step in range(6):
         gradients = mean_gradients(plain, step)
         optimizer.zero_grad()
-        ddp(batch(dist.get_rank(), step)).square().mean().backward()
+        backward(ddp, step)
         if step >= 2:  # two rounds in which it looks at the buckets
             with torch.no_grad():
                 for parameter, gradient in zip(plain.parameters(), gradients, strict=True):
@@ -329,19 +314,9 @@ def torchs_zero_hooks(interleaved: bool, shard_buckets: bool) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("shard_buckets", [False, True])
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_torchs_hooks_for_a_sharded_optimizer(ranks: Ranks, interleaved: bool, shard_buckets: bool) -> None:
-    ranks(torchs_zero_hooks, 2, interleaved, shard_buckets, backend=None)
-
-
-def made_for_torchs_hooks() -> None:
+@on_ranks(2)
+def test_a_sharded_optimizer_that_was_made_for_torchs_hooks() -> None:
     replica: Any = gradsync.replicate(build())
     optimizer = ZeroRedundancyOptimizer(replica.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.1)
     with pytest.raises(HookError, match="overlap_with_ddp=True, for torch's own hooks"):
         gradsync.overlap_optimizer(replica, optimizer)
-
-
-def test_a_sharded_optimizer_that_was_made_for_torchs_hooks(ranks: Ranks) -> None:
-    ranks(made_for_torchs_hooks, 2)

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gradsync.errors import GradsyncError
-from tests.ranks.small import FRONTS, TRANSPORTS, batch, build, make, mean_gradients, same_everywhere
-from tests.support.ranks import Ranks
+from tests.ranks.small import FRONTS, TRANSPORTS, backward, batch, build, make, mean_gradients, same_everywhere
+from tests.support.ranks import Ranks, on_ranks
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "replicate": ("replicate", {}),
@@ -35,10 +35,6 @@ LR = 1e-3  # the large one is not stable with more
 def replica_of(variant: str, transport: str, module: nn.Module) -> Any:
     front, options = VARIANTS[variant]
     return make(front, module, transport=transport, **options)
-
-
-def backward(replica: Any, step: int) -> None:
-    replica(batch(dist.get_rank(), step)).square().mean().backward()
 
 
 def descend(module: nn.Module, gradients: list[Tensor]) -> None:
@@ -119,7 +115,10 @@ def test_a_large_gradient_in_memory_of_the_user(ranks: Ranks, variant: str, tran
     ranks(own_memory, 2, variant, transport, "large", "flat", "zero_grad")
 
 
-def memory_of_one_rank(variant: str, transport: str) -> None:
+@TRANSPORTS
+@pytest.mark.parametrize("variant", VARIANTS)
+@on_ranks(2)
+def test_memory_of_the_user_on_one_rank(variant: str, transport: str) -> None:
     """Rank 0 has a flat tensor, and sets it in every second step; rank 1 leaves all of that to us."""
     module, alone = build(), build()
     replica = replica_of(variant, transport, module)
@@ -139,12 +138,6 @@ def memory_of_one_rank(variant: str, transport: str) -> None:
         torch.optim.SGD(module.parameters(), lr=LR).step()
         descend(alone, expected)
         assert_same(module, alone)
-
-
-@TRANSPORTS
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_memory_of_the_user_on_one_rank(ranks: Ranks, variant: str, transport: str) -> None:
-    ranks(memory_of_one_rank, 2, variant, transport)
 
 
 # --- kept across steps ---------------------------------------------------------------------------------
@@ -194,7 +187,10 @@ def test_a_kept_large_gradient_stays(ranks: Ranks, variant: str, transport: str,
     ranks(kept, 2, variant, transport, "large", "a row", everywhere)
 
 
-def kept_by_one(variant: str, transport: str) -> None:
+@TRANSPORTS
+@pytest.mark.parametrize("variant", VARIANTS)
+@on_ranks(2)
+def test_a_gradient_that_is_kept_for_a_while(variant: str, transport: str) -> None:
     """One gradient of one layer, for one step, then let go; and through rounds in which its parameter is unused."""
     module, alone = build(), build()
     replica = replica_of(variant, transport, module)
@@ -220,12 +216,6 @@ def kept_by_one(variant: str, transport: str) -> None:
         assert held is None or torch.equal(held, wanted)
 
 
-@TRANSPORTS
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_a_gradient_that_is_kept_for_a_while(ranks: Ranks, variant: str, transport: str) -> None:
-    ranks(kept_by_one, 2, variant, transport)
-
-
 # --- differentiated once more --------------------------------------------------------------------------
 
 GRAPHS = pytest.mark.filterwarnings("ignore:Using backward:UserWarning")  # of the cycle that create_graph makes
@@ -236,7 +226,11 @@ def smooth(module: Any, part: int, step: int) -> Tensor:
     return loss
 
 
-def first_order(front: str, transport: str) -> None:
+@GRAPHS
+@FRONTS
+@TRANSPORTS
+@on_ranks(2)
+def test_create_graph_without_a_second_order(front: str, transport: str) -> None:
     module = build().double()
     alone = copy.deepcopy(module)
     replica = make(front, module, transport=transport)
@@ -252,13 +246,6 @@ def first_order(front: str, transport: str) -> None:
             torch.testing.assert_close(found.grad, wanted.grad, rtol=1e-9, atol=1e-12, check_stride=False)
             torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
         same_everywhere(module)
-
-
-@GRAPHS
-@FRONTS
-@TRANSPORTS
-def test_create_graph_without_a_second_order(ranks: Ranks, front: str, transport: str) -> None:
-    ranks(first_order, 2, front, transport)
 
 
 def penalty(module: nn.Module) -> Tensor:

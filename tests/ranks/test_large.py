@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 import gradsync
 from gradsync.engine import bucket
-from tests.support.ranks import Ranks
+from tests.ranks.small import assert_gradients, gradients_of
+from tests.support.ranks import on_ranks
 
 WIDTH = 300  # 360 kB a weight
 
@@ -32,7 +33,8 @@ def batch(step: int, part: int) -> Tensor:
     return torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(step * 8 + part)).requires_grad_()
 
 
-def body() -> None:
+@on_ranks(2)
+def test_large_gradients() -> None:
     torch.manual_seed(0)
     module = Model()
     assert module.first.weight.nbytes >= bucket.LARGE
@@ -49,9 +51,4 @@ def body() -> None:
         for part in range(2):
             for each in (step, step + 50):
                 (oracle(batch(each, part), times[step]).square().mean() / 2).backward()
-        for found, wanted in zip(module.parameters(), oracle.parameters(), strict=True):
-            torch.testing.assert_close(found.grad, wanted.grad, rtol=1e-5, atol=1e-5)
-
-
-def test_large_gradients(ranks: Ranks) -> None:
-    ranks(body, 2)
+        assert_gradients(module, gradients_of(oracle), rtol=1e-5, atol=1e-5)

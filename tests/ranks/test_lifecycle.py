@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import nn
 
 import gradsync
-from tests.support.ranks import Ranks
+from tests.ranks.small import same_everywhere
+from tests.support.ranks import Ranks, on_ranks
 
 
 def make(front: str, module: nn.Module, **options: Any) -> Any:
@@ -30,12 +31,6 @@ def model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 2))
 
 
-def same_on_all_ranks(module: nn.Module) -> bool:
-    prints: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(prints, gradsync.fingerprint(module))
-    return len(set(prints)) == 1
-
-
 def train(front: Any, module: nn.Module, steps: int = 3) -> None:
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     for _ in range(steps):
@@ -47,7 +42,9 @@ def train(front: Any, module: nn.Module, steps: int = 3) -> None:
 FRONTS = pytest.mark.parametrize("front", ["replicate", "ddp"])
 
 
-def deepcopied(front: str) -> None:
+@FRONTS
+@on_ranks(2)
+def test_a_deepcopy_is_a_working_replica(front: str) -> None:
     replica = make(front, model())
     train(replica, replica)
     duplicate = copy.deepcopy(replica)
@@ -55,10 +52,10 @@ def deepcopied(front: str) -> None:
     before = gradsync.fingerprint(replica)
     assert gradsync.fingerprint(duplicate) == before
     train(duplicate, duplicate)  # a working replica of its own
-    assert same_on_all_ranks(duplicate)
+    same_everywhere(duplicate)
     assert gradsync.fingerprint(replica) == before
     train(replica, replica)
-    assert same_on_all_ranks(replica)
+    same_everywhere(replica)
     if dist.get_rank() == 0:  # an average kept by one rank alone does not communicate
         average = copy.deepcopy(replica).eval()
         with torch.no_grad():
@@ -66,36 +63,27 @@ def deepcopied(front: str) -> None:
 
 
 @FRONTS
-def test_a_deepcopy_is_a_working_replica(ranks: Ranks, front: str) -> None:
-    ranks(deepcopied, 2, front)
-
-
-def copied_by_one_rank(front: str, transport: str) -> None:
+@pytest.mark.parametrize("transport", ["process_group", "shared_memory"])
+@on_ranks(2)
+def test_one_rank_may_copy_alone_whatever_the_transport(front: str, transport: str) -> None:
     replica = make(front, model(), transport=transport)
     train(replica, replica)
     if dist.get_rank() == 0:
         copy.deepcopy(replica)
     train(replica, replica)
-    assert same_on_all_ranks(replica)
+    same_everywhere(replica)
 
 
-@FRONTS
-@pytest.mark.parametrize("transport", ["process_group", "shared_memory"])
-def test_one_rank_may_copy_alone_whatever_the_transport(ranks: Ranks, front: str, transport: str) -> None:
-    ranks(copied_by_one_rank, 2, front, transport)
-
-
-def made_by_one_rank() -> None:
+@on_ranks(2)
+def test_without_a_start_up_exchange_nothing_is_communicated() -> None:
     if dist.get_rank() == 0:
         for transport in ("auto", "process_group"):
             gradsync.replicate(model(), init_sync="none", transport=transport)
 
 
-def test_without_a_start_up_exchange_nothing_is_communicated(ranks: Ranks) -> None:
-    ranks(made_by_one_rank, 2)
-
-
-def pickled(front: str) -> None:
+@FRONTS
+@on_ranks(2)
+def test_pickles(front: str) -> None:
     replica = make(front, model())
     train(replica, replica)
     buffer = io.BytesIO()
@@ -110,15 +98,11 @@ def pickled(front: str) -> None:
             loaded = gradsync.replicate(loaded)
         assert gradsync.fingerprint(loaded) == gradsync.fingerprint(replica)
         train(loaded, loaded)
-        assert same_on_all_ranks(loaded)
+        same_everywhere(loaded)
 
 
-@FRONTS
-def test_pickles(ranks: Ranks, front: str) -> None:
-    ranks(pickled, 2, front)
-
-
-def inner_module_copied() -> None:
+@on_ranks(2)
+def test_the_wrapped_module_copies_as_a_plain_one() -> None:
     replica = gradsync.DistributedDataParallel(model())
     plain = copy.deepcopy(replica.module)
     pickle.loads(pickle.dumps(replica.module))
@@ -128,11 +112,9 @@ def inner_module_copied() -> None:
         train(plain, plain)  # an ordinary module: nobody else takes part
 
 
-def test_the_wrapped_module_copies_as_a_plain_one(ranks: Ranks) -> None:
-    ranks(inner_module_copied, 2)
-
-
-def evaluated_on_one_rank(front: str) -> None:
+@FRONTS
+@on_ranks(2)
+def test_one_rank_may_evaluate_alone(front: str) -> None:
     replica = make(front, model())
     for _ in range(2):
         train(replica, replica, steps=2)
@@ -145,15 +127,11 @@ def evaluated_on_one_rank(front: str) -> None:
             with torch.no_grad():
                 replica(torch.randn(6, 4))
     train(replica, replica)
-    assert same_on_all_ranks(replica)
+    same_everywhere(replica)
 
 
-@FRONTS
-def test_one_rank_may_evaluate_alone(ranks: Ranks, front: str) -> None:
-    ranks(evaluated_on_one_rank, 2, front)
-
-
-def state_dicts() -> None:
+@on_ranks(2)
+def test_state_dicts_and_attributes() -> None:
     plain = model()
     keys = list(plain.state_dict())
     replica = gradsync.replicate(plain)
@@ -173,11 +151,8 @@ def state_dicts() -> None:
         _ = wrapper.nowhere
 
 
-def test_state_dicts_and_attributes(ranks: Ranks) -> None:
-    ranks(state_dicts, 2)
-
-
-def undone() -> None:
+@on_ranks(2)
+def test_unreplicate_leaves_no_trace() -> None:
     plain = model()
     before = set(plain.__dict__)
     gradsync.replicate(plain)
@@ -190,14 +165,11 @@ def undone() -> None:
         train(plain, plain)
     gradsync.replicate(plain)
     train(plain, plain)
-    assert same_on_all_ranks(plain)
+    same_everywhere(plain)
 
 
-def test_unreplicate_leaves_no_trace(ranks: Ranks) -> None:
-    ranks(undone, 2)
-
-
-def let_go() -> None:
+@on_ranks(2)
+def test_nothing_keeps_an_engine_alive() -> None:
     module = model()
     wrapper = gradsync.DistributedDataParallel(module)
     train(wrapper, module)
@@ -216,22 +188,15 @@ def let_go() -> None:
     assert engine() is None
 
 
-def test_nothing_keeps_an_engine_alive(ranks: Ranks) -> None:
-    ranks(let_go, 2)
-
-
-def replicated_again(front: str) -> None:
+@FRONTS
+@on_ranks(2)
+def test_two_replicas_of_one_module_take_turns(front: str) -> None:
     module = model()
     older = make("ddp", module)
     newer = make(front, module)
     for replica in (newer, older, older, newer):  # whose forward ran last has the parameters
         train(replica, module, steps=2)
-        assert same_on_all_ranks(module)
-
-
-@FRONTS
-def test_two_replicas_of_one_module_take_turns(ranks: Ranks, front: str) -> None:
-    ranks(replicated_again, 2, front)
+        same_everywhere(module)
 
 
 def buffers_in_step(front: str, mode: str) -> list[list[float]]:
@@ -260,7 +225,11 @@ def test_buffers(ranks: Ranks, front: str, mode: str) -> None:
         assert first != second
 
 
-def compiled(front: str, when: str) -> None:
+@pytest.mark.filterwarnings("ignore")  # dynamo's own
+@FRONTS
+@pytest.mark.parametrize("when", ["before", "after"])
+@on_ranks(2, limit=90)
+def test_compiled(front: str, when: str) -> None:
     torch.manual_seed(0)
     module: Any = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
     oracle = copy.deepcopy(module)
@@ -279,11 +248,4 @@ def compiled(front: str, when: str) -> None:
         for found, expected in zip(module.parameters(), oracle.parameters(), strict=True):
             torch.testing.assert_close(found.grad, expected.grad)
             found.grad = expected.grad = None
-    assert same_on_all_ranks(module)
-
-
-@pytest.mark.filterwarnings("ignore")  # dynamo's own
-@FRONTS
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_compiled(ranks: Ranks, front: str, when: str) -> None:
-    ranks(compiled, 2, front, when, limit=90)
+    same_everywhere(module)

@@ -14,21 +14,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import gradsync
-from tests.support.ranks import Ranks
+from tests.ranks.small import assert_gradients, backward, batch, full, gradients_of, mean_backward
+from tests.support.ranks import on_ranks
 
 
 def build() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4)).double()
-
-
-def batch(step: int, part: int) -> Tensor:
-    generator = torch.Generator().manual_seed(step * 16 + part)
-    return torch.randn(3, 4, dtype=torch.float64, generator=generator)
-
-
-def full(tensor: Tensor | None) -> Tensor | None:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def check_training(
@@ -37,11 +29,9 @@ def check_training(
     """Three steps next to an oracle that sees all parts of the data."""
     expected = torch.optim.SGD(oracle.parameters(), lr=0.1, momentum=0.9)
     for step in range(3):
-        replica(batch(step, part)).square().mean().backward()
-        for each in parts:
-            (oracle(batch(step, each)).square().mean() / len(parts)).backward()
-        for (name, found), wanted in zip(replica.named_parameters(), oracle.parameters(), strict=True):
-            torch.testing.assert_close(full(found.grad), wanted.grad, msg=f"gradient of {name} differs")
+        replica(batch(part, step).double()).square().mean().backward()
+        mean_backward(oracle, step, parts)
+        assert_gradients(replica, gradients_of(oracle))
         optimizer.step()
         expected.step()
         if zero:
@@ -51,7 +41,9 @@ def check_training(
         torch.testing.assert_close(full(found.detach()), wanted.detach())
 
 
-def one_dimension(zero: bool) -> None:
+@pytest.mark.parametrize("zero", [True, False])
+@on_ranks(2)
+def test_a_mesh_of_one_dimension(zero: bool) -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
     module = build()
     oracle = copy.deepcopy(module)
@@ -63,15 +55,15 @@ def one_dimension(zero: bool) -> None:
     for parameter in replica.parameters():
         assert isinstance(parameter, DTensor)
         assert parameter.placements == (Replicate(),)
-    out = replica(batch(0, 0))
+    out = replica(batch(0).double())
     assert not any(isinstance(p, DTensor) for p in replica.parameters())  # plain until backward has ended
     assert all(isinstance(p, DTensor) for p in replica.state_dict().values())
-    out = replica(batch(0, 0))
+    out = replica(batch(0).double())
     out.sum().backward()
     assert all(isinstance(p, DTensor) and isinstance(p.grad, DTensor) for p in replica.parameters())
     replica.zero_grad()
     with torch.no_grad():
-        replica(batch(0, 0))
+        replica(batch(0).double())
     assert all(isinstance(p, DTensor) for p in replica.parameters())
     optimizer = torch.optim.SGD(replica.parameters(), lr=0.1, momentum=0.9)
     with pytest.raises(gradsync.errors.UnsynchronizedStepError, match=r"'0.weight'.*Build the optimizer after"):
@@ -82,46 +74,35 @@ def one_dimension(zero: bool) -> None:
     assert isinstance(norm, Tensor)
 
 
-@pytest.mark.parametrize("zero", [True, False])
-def test_a_mesh_of_one_dimension(ranks: Ranks, zero: bool) -> None:
-    ranks(one_dimension, 2, zero)
-
-
-def accumulation() -> None:
+@on_ranks(2)
+def test_accumulation_on_a_mesh() -> None:
     mesh = init_device_mesh("cpu", (2,))
     replica: Any = gradsync.replicate(build(), mesh=mesh)
     oracle = build()
     for micro in range(3):
         replica.set_requires_gradient_sync(micro == 2)
         replica.set_is_last_backward(micro == 2)
-        replica(batch(micro, dist.get_rank())).square().mean().backward()
-        for part in range(2):
-            (oracle(batch(micro, part)).square().mean() / 2).backward()
-    for found, wanted in zip(replica.parameters(), oracle.parameters(), strict=True):
-        torch.testing.assert_close(full(found.grad), wanted.grad)
+        backward(replica, micro)
+        mean_backward(oracle, micro)
+    assert_gradients(replica, gradients_of(oracle))
     assert gradsync.statistics(replica).rounds == 1
     with replica.no_sync():
-        replica(batch(0, dist.get_rank())).sum().backward()
+        replica(batch(dist.get_rank()).double()).sum().backward()
     replica.zero_grad()  # thrown away, and nothing of it comes back
-    replica(batch(9, dist.get_rank())).square().mean().backward()
+    backward(replica, 9)
     oracle.zero_grad()
-    for part in range(2):
-        (oracle(batch(9, part)).square().mean() / 2).backward()
-    for found, wanted in zip(replica.parameters(), oracle.parameters(), strict=True):
-        torch.testing.assert_close(full(found.grad), wanted.grad)
+    mean_backward(oracle, 9)
+    assert_gradients(replica, gradients_of(oracle))
 
 
-def test_accumulation_on_a_mesh(ranks: Ranks) -> None:
-    ranks(accumulation, 2)
-
-
-def converted() -> None:
+@on_ranks(2)
+def test_converted_afterwards() -> None:
     mesh = init_device_mesh("cpu", (2,))
     replica = gradsync.replicate(build().float(), mesh=mesh)
-    replica(batch(0, 0).float()).sum().backward()
+    replica(batch(0)).sum().backward()
     replica.zero_grad()
     replica.to(torch.float64)
-    replica(batch(0, dist.get_rank())).sum().backward()
+    replica(batch(dist.get_rank()).double()).sum().backward()
     for parameter in replica.parameters():
         assert isinstance(parameter, DTensor)
         assert parameter.dtype is torch.float64
@@ -132,20 +113,16 @@ def converted() -> None:
     optimizer.zero_grad()
     check_training(replica, oracle, [0, 1], dist.get_rank(), optimizer)
     with replica.no_sync():
-        replica.float()(batch(0, dist.get_rank()).float()).square().mean().backward()
-    replica(batch(1, dist.get_rank()).float()).square().mean().backward()
+        replica.float()(batch(dist.get_rank())).square().mean().backward()
+    backward(replica, 1)
     oracle.float().zero_grad()
     for part in range(2):
-        sum(oracle(batch(micro, part).float()).square().mean() / 2 for micro in range(2)).backward()
-    for found, wanted in zip(replica.parameters(), oracle.parameters(), strict=True):
-        torch.testing.assert_close(full(found.grad), wanted.grad)
+        sum(oracle(batch(part, micro)).square().mean() / 2 for micro in range(2)).backward()
+    assert_gradients(replica, gradients_of(oracle))
 
 
-def test_converted_afterwards(ranks: Ranks) -> None:
-    ranks(converted, 2)
-
-
-def groups() -> None:
+@on_ranks(2)
+def test_several_groups_on_one_mesh() -> None:
     """A list is one group; the rest of the model is another, with other options; tied weights once."""
 
     class Tied(nn.Module):
@@ -171,11 +148,10 @@ def groups() -> None:
     check_training(model, oracle, [0, 1], dist.get_rank(), optimizer)
 
 
-def test_several_groups_on_one_mesh(ranks: Ranks) -> None:
-    ranks(groups, 2)
-
-
-def two_dimensions(by: str, hidden: int) -> None:
+@pytest.mark.parametrize("hidden", [6, 5])
+@pytest.mark.parametrize("by", ["mesh", "group", "device_mesh", "ddp"])
+@on_ranks(4)
+def test_tensor_parallelism_underneath(by: str, hidden: int) -> None:
     """4 ranks, 2 of them hold a layer together: gradients are reduced between the pairs only."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
@@ -205,9 +181,3 @@ def two_dimensions(by: str, hidden: int) -> None:
     check_training(replica, oracle, [0, 1], mesh["dp"].get_local_rank(), optimizer)
     assert [name for name, _ in module.named_parameters()] == names  # they never vanish
     assert all(isinstance(value, DTensor) for value in module.state_dict().values())
-
-
-@pytest.mark.parametrize("hidden", [6, 5])
-@pytest.mark.parametrize("by", ["mesh", "group", "device_mesh", "ddp"])
-def test_tensor_parallelism_underneath(ranks: Ranks, by: str, hidden: int) -> None:
-    ranks(two_dimensions, 4, by, hidden)

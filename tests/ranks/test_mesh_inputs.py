@@ -15,7 +15,8 @@ from torch.distributed.fsdp import DataParallelMeshDims, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module, distribute_tensor
 
 import gradsync
-from tests.support.ranks import Ranks
+from tests.ranks.small import full
+from tests.support.ranks import Ranks, on_ranks
 
 PLACED: dict[str, Placement] = {"0.weight": Shard(0), "0.bias": Shard(0), "2.weight": Shard(1)}
 
@@ -48,10 +49,6 @@ def mesh_of(*shape: int) -> DeviceMesh:
 
 def made(mesh: DeviceMesh, api: Any = gradsync.replicate, **options: Any) -> Any:
     return api(spread(build(), mesh), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(replicate="dp"), **options)
-
-
-def full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def trained(shape: tuple[int, ...], accumulated: bool) -> None:
@@ -103,21 +100,19 @@ def gradients(mesh: DeviceMesh, api: Any, placement: Placement, loss: str, **opt
     return [full(parameter.grad) for parameter in replica.parameters()]
 
 
-def as_torch(placement: Placement, loss: str, low: bool) -> None:
+@pytest.mark.parametrize("low", [False, True])
+@pytest.mark.parametrize("loss", ["of all", "of each"])
+@pytest.mark.parametrize("placement", [Shard(0), Replicate()])
+@on_ranks(4)
+def test_gradients_are_torchs(placement: Placement, loss: str, low: bool) -> None:
     options: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.float32)} if low else {}
     mesh = mesh_of(2, 2)  # one for both: torch compares them by identity
     found, wanted = (gradients(mesh, api, placement, loss, **options) for api in (gradsync.replicate, torchs))
     torch.testing.assert_close(found, wanted)
 
 
-@pytest.mark.parametrize("low", [False, True])
-@pytest.mark.parametrize("loss", ["of all", "of each"])
-@pytest.mark.parametrize("placement", [Shard(0), Replicate()])
-def test_gradients_are_torchs(ranks: Ranks, placement: Placement, loss: str, low: bool) -> None:
-    ranks(as_torch, 4, placement, loss, low)
-
-
-def both_kinds() -> None:
+@on_ranks(2)
+def test_plain_inputs_too() -> None:
     """Over replicated dimensions only, plain inputs work too, in turn with DTensors."""
     mesh = mesh_of(2)
     replica, plain = made(mesh), build()
@@ -138,11 +133,8 @@ def both_kinds() -> None:
             torch.testing.assert_close(full(found.detach()), wanted.detach())
 
 
-def test_plain_inputs_too(ranks: Ranks) -> None:
-    ranks(both_kinds, 2)
-
-
-def shown() -> None:
+@on_ranks(4)
+def test_which_mesh() -> None:
     """DTensors over the whole mesh, inside of a step and outside."""
     mesh = mesh_of(2, 2)
     replica = made(mesh)
@@ -154,7 +146,3 @@ def shown() -> None:
     output.redistribute(placements=[Shard(0), Replicate()]).to_local().sum().backward()
     assert dist.get_world_size() == mesh.size()
     assert all(isinstance(parameter.grad, DTensor) for parameter in replica.parameters())
-
-
-def test_which_mesh(ranks: Ranks) -> None:
-    ranks(shown, 4)

@@ -19,7 +19,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 from torch.utils.checkpoint import checkpoint
 
 import gradsync
-from tests.support.ranks import Ranks
+from tests.support.ranks import on_ranks
 
 
 class Tied(nn.Module):
@@ -101,7 +101,10 @@ def check_step(model: Any, plain: Any) -> None:
     expected.step()
 
 
-def modes(mode: Callable[[], AbstractContextManager[Any]], deep: bool) -> None:
+@pytest.mark.parametrize("deep", [False, True])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@on_ranks(2)
+def test_without_gradients(mode: Callable[[], AbstractContextManager[Any]], deep: bool) -> None:
     model, plain, inner = nest(deep)
     for _ in range(2):
         with mode():
@@ -115,12 +118,8 @@ def modes(mode: Callable[[], AbstractContextManager[Any]], deep: bool) -> None:
 
 
 @pytest.mark.parametrize("deep", [False, True])
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_gradients(ranks: Ranks, mode: Any, deep: bool) -> None:
-    ranks(modes, 2, mode, deep)
-
-
-def transformed(deep: bool) -> None:
+@on_ranks(2)
+def test_inside_vmap(deep: bool) -> None:
     model, plain, _ = nest(deep)
     batch = torch.stack([tokens(0), tokens(1)])
     torch.testing.assert_close(torch.vmap(model)(batch), torch.vmap(plain)(batch))
@@ -128,12 +127,9 @@ def transformed(deep: bool) -> None:
     check_step(model, plain)
 
 
-@pytest.mark.parametrize("deep", [False, True])
-def test_inside_vmap(ranks: Ranks, deep: bool) -> None:
-    ranks(transformed, 2, deep)
-
-
-def failing(grad: bool) -> None:
+@pytest.mark.parametrize("grad", [False, True])
+@on_ranks(2)
+def test_a_forward_that_raises(grad: bool) -> None:
     """A forward that raises, after the child's forward, leaves all parameters registered."""
     model, plain, _ = nest(deep=True)
     for _ in range(2):
@@ -143,11 +139,6 @@ def failing(grad: bool) -> None:
         assert is_registered(model)
         model.tied.fails = False
         check_step(model, plain)
-
-
-@pytest.mark.parametrize("grad", [False, True])
-def test_a_forward_that_raises(ranks: Ranks, grad: bool) -> None:
-    ranks(failing, 2, grad)
 
 
 class Lenient(nn.Module):
@@ -162,7 +153,8 @@ class Lenient(nn.Module):
         return x.double() @ inner.tied.embed.weight[:5].double()
 
 
-def caught() -> None:
+@on_ranks(2)
+def test_a_parent_that_catches() -> None:
     """A parent that catches what a child raises goes on with the child's parameters."""
     model, plain, _ = nest(deep=True)
     model.tied.fails = plain.tied.fails = True
@@ -175,11 +167,10 @@ def caught() -> None:
     assert is_registered(outer)
 
 
-def test_a_parent_that_catches(ranks: Ranks) -> None:
-    ranks(caught, 2)
-
-
-def recomputed(reentrant: bool, deep: bool) -> None:
+@pytest.mark.parametrize("deep", [False, True])
+@pytest.mark.parametrize("reentrant", [False, True])
+@on_ranks(2)
+def test_recomputed(reentrant: bool, deep: bool) -> None:
     model, plain, inner = nest(deep)
     inner(model).reentrant = inner(plain).reentrant = reentrant
     for _ in range(2):
@@ -189,13 +180,8 @@ def recomputed(reentrant: bool, deep: bool) -> None:
         assert is_registered(model)
 
 
-@pytest.mark.parametrize("deep", [False, True])
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_recomputed(ranks: Ranks, reentrant: bool, deep: bool) -> None:
-    ranks(recomputed, 2, reentrant, deep)
-
-
-def other_method() -> None:
+@on_ranks(2)
+def test_another_method() -> None:
     model, plain, _ = nest(deep=False)
     gradsync.register_forward_method(model, "score")
     with torch.no_grad():
@@ -207,11 +193,8 @@ def other_method() -> None:
     check_step(model, plain)
 
 
-def test_another_method(ranks: Ranks) -> None:
-    ranks(other_method, 2)
-
-
-def unused() -> None:
+@on_ranks(2)
+def test_a_child_whose_output_is_not_used() -> None:
     """A child whose output is not used is registered again after the backward all the same."""
     model, _, _ = nest(deep=False)
     model.hide = lambda x: (model.embed(x), model.body(torch.ones(5, 4)))[1]
@@ -222,11 +205,8 @@ def unused() -> None:
     assert is_registered(model)
 
 
-def test_a_child_whose_output_is_not_used(ranks: Ranks) -> None:
-    ranks(unused, 2)
-
-
-def low_precision() -> None:
+@on_ranks(2)
+def test_in_low_precision() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     model, plain, _ = nest(deep=True, policy=policy)
     with torch.no_grad():
@@ -237,11 +217,8 @@ def low_precision() -> None:
     assert all(parameter.dtype is torch.float32 for parameter in model.parameters())
 
 
-def test_in_low_precision(ranks: Ranks) -> None:
-    ranks(low_precision, 2)
-
-
-def inner_backward() -> None:
+@on_ranks(2)
+def test_a_backward_inside_a_forward() -> None:
     """A backward inside the parent's forward, of the child alone, does not end the child's part in that forward."""
     model, plain, _ = nest(deep=False)
 
@@ -256,11 +233,8 @@ def inner_backward() -> None:
     assert is_registered(model)
 
 
-def test_a_backward_inside_a_forward(ranks: Ranks) -> None:
-    ranks(inner_backward, 2)
-
-
-def wrapped() -> None:
+@on_ranks(2)
+def test_the_wrapper_after_a_forward_that_raises() -> None:
     """With the wrapper, whose precision has other forms too: a forward that raises leaves the registered ones."""
     torch.manual_seed(0)
     tied = Tied()
@@ -272,7 +246,3 @@ def wrapped() -> None:
     tied.fails = False
     model(tokens(dist.get_rank())).sum().backward()
     assert all(p.grad is not None and p.grad.dtype is torch.float32 for p in model.parameters())
-
-
-def test_the_wrapper_after_a_forward_that_raises(ranks: Ranks) -> None:
-    ranks(wrapped, 2)

@@ -21,11 +21,14 @@ import gradsync
 from gradsync.ddp_private import _MixedPrecision
 from gradsync.errors import ReplicaDivergedError
 from tests.ranks.replicas import Alarm, Training, data_replaced, train, until_alarm, with_norm
-from tests.ranks.small import FRONTS, TRANSPORTS, batch, build, make, same_everywhere
-from tests.support.ranks import Ranks
+from tests.ranks.small import FRONTS, TRANSPORTS, backward, batch, build, make, same_everywhere
+from tests.support.ranks import Ranks, on_ranks
 
 
-def long(front: str, transport: str) -> None:
+@FRONTS
+@TRANSPORTS
+@on_ranks(2)
+def test_a_long_training(front: str, transport: str) -> None:
     module = with_norm()
     replica = make(front, module, transport=transport)
     training = Training(replica, module, torch.optim.AdamW(module.parameters(), lr=0.01))
@@ -36,22 +39,6 @@ def long(front: str, transport: str) -> None:
         schedule.step()
     gradsync.verify(replica, training.optimizer)
     same_everywhere(module)
-
-
-@FRONTS
-@TRANSPORTS
-def test_a_long_training(ranks: Ranks, front: str, transport: str) -> None:
-    ranks(long, 2, front, transport)
-
-
-def quiet(front: str, rounds: Callable[[str, dict[str, Any]], None]) -> None:
-    for transport in ("shared_memory", "process_group"):
-        for verify in ("auto", "every"):
-            try:
-                rounds(front, {"transport": transport, "verify": verify})
-            except Exception as error:
-                error.add_note(f"{transport}, {verify}") if hasattr(error, "add_note") else None
-                raise
 
 
 def steps(replica: Any, module: nn.Module, optimizer: Any, number: int = 6, first: int = 0) -> None:
@@ -109,7 +96,7 @@ def sharded(front: str, options: dict[str, Any]) -> None:
             gradsync.overlap_optimizer(replica, optimizer)
         for step in range(6):
             module.zero_grad()
-            replica(batch(dist.get_rank(), step)).square().mean().backward()
+            backward(replica, step)
             if not in_backward:
                 optimizer.step()
         gradsync.verify(replica)
@@ -124,8 +111,8 @@ def in_backward(front: str, options: dict[str, Any]) -> None:
         for step in range(6):
             module.zero_grad()
             with replica.no_sync() if step % 2 else nullcontext():
-                replica(batch(dist.get_rank(), step)).square().mean().backward()
-            replica(batch(dist.get_rank(), step + 50)).square().mean().backward()
+                backward(replica, step)
+            backward(replica, step + 50)
         gradsync.verify(replica, optimizer)
 
 
@@ -176,7 +163,7 @@ def local_steps(front: str, options: dict[str, Any]) -> None:
         for step in range(3):
             optimizer.zero_grad()
             with replica.no_sync():
-                replica(batch(dist.get_rank(), step)).square().mean().backward()
+                backward(replica, step)
             optimizer.step()
     steps(replica, module, optimizer, 8)
     with pytest.raises(ReplicaDivergedError):
@@ -274,12 +261,19 @@ QUIET = [
 
 @FRONTS
 @pytest.mark.parametrize("rounds", QUIET)
-def test_no_false_alarm(ranks: Ranks, front: str, rounds: Any) -> None:
-    ranks(quiet, 2, front, rounds)
+@on_ranks(2)
+def test_no_false_alarm(front: str, rounds: Callable[[str, dict[str, Any]], None]) -> None:
+    for transport in ("shared_memory", "process_group"):
+        for verify in ("auto", "every"):
+            try:
+                rounds(front, {"transport": transport, "verify": verify})
+            except Exception as error:
+                error.add_note(f"{transport}, {verify}") if hasattr(error, "add_note") else None
+                raise
 
 
-def synchronised_inside(front: str) -> Alarm | None:
-    """Steps on synchronised gradients inside that context are no local steps: the comparison stays."""
+def synchronized_inside(front: str) -> Alarm | None:
+    """Steps on synchronized gradients inside that context are no local steps: the comparison stays."""
     training = train(front, verify="every")
     with gradsync.allow_unsynchronized_steps():
         assert until_alarm(training, 3, -1, None) is None
@@ -287,13 +281,16 @@ def synchronised_inside(front: str) -> Alarm | None:
 
 
 @FRONTS
-def test_synchronised_steps_where_local_ones_are_allowed(ranks: Ranks, front: str) -> None:
-    for found in ranks(synchronised_inside, 2, front):
+def test_synchronized_steps_where_local_ones_are_allowed(ranks: Ranks, front: str) -> None:
+    for found in ranks(synchronized_inside, 2, front):
         assert found is not None
         assert found.round == 2
 
 
-def joined_beyond_the_measured_round(front: str, transport: str) -> None:
+@FRONTS
+@TRANSPORTS
+@on_ranks(2)
+def test_a_rank_without_data_when_the_ranks_choose(front: str, transport: str) -> None:
     """Rank 1 runs out of data before round 64, in which the ranks choose how often to look."""
     training = train(front, transport=transport)
     with Join([training.replica]):
@@ -303,13 +300,9 @@ def joined_beyond_the_measured_round(front: str, transport: str) -> None:
     same_everywhere(training.module)
 
 
-@FRONTS
 @TRANSPORTS
-def test_a_rank_without_data_when_the_ranks_choose(ranks: Ranks, front: str, transport: str) -> None:
-    ranks(joined_beyond_the_measured_round, 2, front, transport)
-
-
-def one_is_not_compared(transport: str) -> None:
+@on_ranks(3)
+def test_a_rank_that_is_not_compared(transport: str) -> None:
     """Rank 2 trained alone on purpose: the others still compare, and it takes part in finding out what differs."""
     training = train("replicate", transport=transport, verify="every")
     training.backward(0)
@@ -329,8 +322,3 @@ def one_is_not_compared(transport: str) -> None:
         training.parameter().data[0] += 1
     with pytest.raises(ReplicaDivergedError, match=r"2\.bias"):
         training.backward(70)
-
-
-@TRANSPORTS
-def test_a_rank_that_is_not_compared(ranks: Ranks, transport: str) -> None:
-    ranks(one_is_not_compared, 3, transport)

@@ -15,14 +15,20 @@ from torch.func import functional_call
 
 import gradsync
 from gradsync.errors import GradsyncError, ReplicaDivergedError, UnsynchronizedStepError
-from tests.ranks.small import FRONTS, TRANSPORTS, batch, build, make, mean_gradients, same_everywhere
-from tests.support.ranks import Ranks
+from tests.ranks.small import (
+    FRONTS,
+    TRANSPORTS,
+    assert_gradients,
+    backward,
+    batch,
+    build,
+    make,
+    mean_gradients,
+    same_everywhere,
+)
+from tests.support.ranks import Ranks, on_ranks
 
 Program = Callable[[Any, nn.Sequential, torch.optim.Optimizer], None]
-
-
-def backward(replica: Any, step: int = 0) -> None:
-    replica(batch(dist.get_rank(), step)).square().mean().backward()
 
 
 def train(replica: Any, optimizer: torch.optim.Optimizer, steps: int = 3) -> None:
@@ -63,7 +69,11 @@ def frozen_with_something_accumulated(replica: Any, module: nn.Sequential, optim
     optimizer.step()
 
 
-def wrong(program: Program, front: str, transport: str) -> None:
+@FRONTS
+@TRANSPORTS
+@pytest.mark.parametrize("program", [unfrozen, unfrozen_and_accumulated, replaced, frozen_with_something_accumulated])
+@on_ranks(2)
+def test_wrong(program: Program, front: str, transport: str) -> None:
     module = build()
     module[4].requires_grad_(False)
     replica = make(front, module, transport=transport)
@@ -74,14 +84,9 @@ def wrong(program: Program, front: str, transport: str) -> None:
         program(replica, module, optimizer)
 
 
-@FRONTS
 @TRANSPORTS
-@pytest.mark.parametrize("program", [unfrozen, unfrozen_and_accumulated, replaced, frozen_with_something_accumulated])
-def test_wrong(ranks: Ranks, program: Program, front: str, transport: str) -> None:
-    ranks(wrong, 2, program, front, transport)
-
-
-def opposite(transport: str) -> None:
+@on_ranks(2)
+def test_opposite_values(transport: str) -> None:
     """Values that differ in their signs only."""
     module = nn.Linear(64, 64, bias=False, dtype=torch.float64)
     nn.init.zeros_(module.weight)
@@ -95,11 +100,8 @@ def opposite(transport: str) -> None:
 
 
 @TRANSPORTS
-def test_opposite_values(ranks: Ranks, transport: str) -> None:
-    ranks(opposite, 2, transport)
-
-
-def raises_while_delivering(transport: str) -> None:
+@on_ranks(2)
+def test_an_exception_while_gradients_are_delivered(transport: str) -> None:
     """On one rank, once; who goes on without the step gets an error with the others."""
     module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     replica: Any = gradsync.replicate(module, transport=transport)
@@ -119,11 +121,6 @@ def raises_while_delivering(transport: str) -> None:
     replica.set_all_reduce_hook(len)
     with pytest.raises(GradsyncError, match="rank 1: in round 4"):
         backward(replica)
-
-
-@TRANSPORTS
-def test_an_exception_while_gradients_are_delivered(ranks: Ranks, transport: str) -> None:
-    ranks(raises_while_delivering, 2, transport)
 
 
 # --- right -------------------------------------------------------------------------------------------------
@@ -210,8 +207,7 @@ def written_into(replica: Any, module: nn.Sequential, optimizer: torch.optim.Opt
         assert parameter.grad is not None
         parameter.grad.copy_(gradient)
     replica.synchronize_gradients()
-    for parameter, wanted in zip(module.parameters(), expected, strict=True):
-        torch.testing.assert_close(parameter.grad, wanted)
+    assert_gradients(module, expected)
     optimizer.step()
 
 
@@ -228,7 +224,10 @@ RIGHT = [
 ]
 
 
-def right(front: str, transport: str) -> None:
+@FRONTS
+@TRANSPORTS
+@on_ranks(2)
+def test_right(front: str, transport: str) -> None:
     for program in RIGHT:
         if program is a_copy_in_another_order and transport == "process_group":
             continue  # it has the group in common with its original: see the README's known limits
@@ -237,12 +236,6 @@ def right(front: str, transport: str) -> None:
         program(replica, module, torch.optim.AdamW(module.parameters(), lr=0.01))
         same_everywhere(module)
         gradsync.verify(replica)
-
-
-@FRONTS
-@TRANSPORTS
-def test_right(ranks: Ranks, front: str, transport: str) -> None:
-    ranks(right, 2, front, transport)
 
 
 def skips_both_at_first(transport: str) -> None:
@@ -254,8 +247,7 @@ def skips_both_at_first(transport: str) -> None:
     else:
         (first(batch(0)).square().mean() + second(batch(1)).square().mean()).backward()
     for module, part in ((first, 0), (second, 1)):
-        for parameter, wanted in zip(module.parameters(), mean_gradients(module, parts=[part]), strict=True):
-            torch.testing.assert_close(parameter.grad, wanted)
+        assert_gradients(module, mean_gradients(module, parts=[part]))
 
 
 @TRANSPORTS

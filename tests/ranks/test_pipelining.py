@@ -12,10 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
-from torch.distributed.tensor import DTensor
 
 import gradsync
-from tests.support.ranks import Ranks
+from tests.ranks.small import full
+from tests.support.ranks import on_ranks
 
 FRONTS = ["mesh", "nested mesh", "replicate", "wrapper"]
 
@@ -47,10 +47,6 @@ def wrap(module: Any, front: str, mesh: DeviceMesh, **options: Any) -> Any:
     return gradsync.replicate(module, mesh=mesh, **options)
 
 
-def full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def check(replica: Any, plain: Any, step: int) -> None:
     for (name, found), wanted in zip(replica.named_parameters(), plain.parameters(), strict=True):
         assert found.grad is not None, (step, name)
@@ -68,7 +64,11 @@ def halves(replica: Any, inputs: Tensor, target: Tensor) -> tuple[Any, Any]:
     return x.grad, groups
 
 
-def by_hand(front: str, transport: str, set_to_none: bool) -> None:
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
+@pytest.mark.parametrize("front", FRONTS)
+@on_ranks(2)
+def test_halves_by_hand(front: str, transport: str, set_to_none: bool) -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     replica, plain = wrap(build(0), front, mesh, transport=transport), build(0)
     optimizer = torch.optim.SGD(replica.parameters(), lr=0.1, momentum=0.9)
@@ -92,14 +92,10 @@ def by_hand(front: str, transport: str, set_to_none: bool) -> None:
     gradsync.verify(replica, optimizer)
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
-@pytest.mark.parametrize("front", FRONTS)
-def test_halves_by_hand(ranks: Ranks, front: str, transport: str, set_to_none: bool) -> None:
-    ranks(by_hand, 2, front, transport, set_to_none)
-
-
-def mixed(front: str, first: str) -> None:
+@pytest.mark.parametrize("first", ["half", "full"])
+@pytest.mark.parametrize("front", ["mesh", "replicate", "wrapper"])
+@on_ranks(2)
+def test_a_full_backward_among_halves(front: str, first: str) -> None:
     """A full backward before or between the halves of another one: what is added by hand after it is noticed."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     replica, plain = wrap(build(0), front, mesh), build(0)
@@ -125,13 +121,9 @@ def mixed(front: str, first: str) -> None:
         check(replica, plain, step)
 
 
-@pytest.mark.parametrize("first", ["half", "full"])
-@pytest.mark.parametrize("front", ["mesh", "replicate", "wrapper"])
-def test_a_full_backward_among_halves(ranks: Ranks, front: str, first: str) -> None:
-    ranks(mixed, 2, front, first)
-
-
-def out_of_sight(after: str) -> None:
+@pytest.mark.parametrize("after", ["backward", "reshard"])
+@on_ranks(2)
+def test_parameters_out_of_sight(after: str) -> None:
     """Where the second half would not find the parameters that compute, the first one says so."""
     mesh = init_device_mesh("cpu", (2,))
     replica: Any = gradsync.replicate(build(0), mesh=mesh)
@@ -144,12 +136,8 @@ def out_of_sight(after: str) -> None:
     assert "process_group instead of a mesh" in str(raised.value.__cause__)
 
 
-@pytest.mark.parametrize("after", ["backward", "reshard"])
-def test_parameters_out_of_sight(ranks: Ranks, after: str) -> None:
-    ranks(out_of_sight, 2, after)
-
-
-def low_precision() -> None:
+@on_ranks(2)
+def test_halves_in_low_precision() -> None:
     mesh = init_device_mesh("cpu", (2,))
     policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64)
     replica, plain = wrap(build(0), "mesh", mesh, mp_policy=policy), build(0)
@@ -164,14 +152,19 @@ def low_precision() -> None:
         torch.testing.assert_close(full(found.grad), wanted.grad, atol=1e-6, rtol=1e-5)
 
 
-def test_halves_in_low_precision(ranks: Ranks) -> None:
-    ranks(low_precision, 2)
-
-
 # --- by torch's schedules --------------------------------------------------------------------------------
 
 
-def pipelined(front: str, schedule: str) -> None:
+SPLITTING = ["ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble"]
+SCHEDULES = [*SPLITTING, "Schedule1F1B", "ScheduleInterleaved1F1B"]
+MIXING = [("replicate", "ScheduleDualPipeV"), ("wrapper", "ScheduleDualPipeV")]  # full and split backwards
+
+
+@pytest.mark.parametrize(
+    ("front", "schedule"), [*((front, schedule) for front in FRONTS for schedule in SCHEDULES), *MIXING]
+)
+@on_ranks(4)
+def test_schedules(front: str, schedule: str) -> None:
     """2 pipelines of 2 ranks with 2 stages each, next to one process on the whole batch."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     pp, dp = mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
@@ -210,15 +203,3 @@ def pipelined(front: str, schedule: str) -> None:
         expected.zero_grad()
     for replica, optimizer in zip(replicas, optimizers, strict=True):
         gradsync.verify(replica, optimizer)
-
-
-SPLITTING = ["ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble"]
-SCHEDULES = [*SPLITTING, "Schedule1F1B", "ScheduleInterleaved1F1B"]
-MIXING = [("replicate", "ScheduleDualPipeV"), ("wrapper", "ScheduleDualPipeV")]  # full and split backwards
-
-
-@pytest.mark.parametrize(
-    ("front", "schedule"), [*((front, schedule) for front in FRONTS for schedule in SCHEDULES), *MIXING]
-)
-def test_schedules(ranks: Ranks, front: str, schedule: str) -> None:
-    ranks(pipelined, 4, front, schedule)

@@ -14,7 +14,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor
 
 import gradsync
-from tests.support.ranks import Ranks
+from tests.ranks.small import batch, full, mean_backward, same_everywhere
+from tests.support.ranks import on_ranks
 
 
 class Probe(nn.Module):
@@ -40,23 +41,23 @@ def build() -> Probe:
     return Probe()
 
 
-def batch(step: int, part: int) -> Tensor:
-    return torch.randn(5, 4, generator=torch.Generator().manual_seed(step * 16 + part))
-
-
 def by_hand(module: nn.Module, param_dtype: torch.dtype, reduce_dtype: torch.dtype, steps: list[int]) -> list[Tensor]:
     """Mean gradients over 2 ranks and the micro-steps given: computed in one dtype, added up in another."""
     totals: list[Tensor] = []
     for part in range(2):
         for step in steps:
             low = copy.deepcopy(module).to(param_dtype)
-            low(batch(step, part).to(param_dtype)).float().square().mean().backward()
+            low(batch(part, step).to(param_dtype)).float().square().mean().backward()
             gradients = [p.grad.to(reduce_dtype) for p in low.parameters() if p.grad is not None]
             totals = gradients if not totals else [a + b for a, b in zip(totals, gradients, strict=True)]
     return [(total / 2).float() for total in totals]
 
 
-def trained(front: str, param: str, reduce: str | None, micro: int) -> None:
+@pytest.mark.parametrize("micro", [1, 3])
+@pytest.mark.parametrize(("param", "reduce"), [("bfloat16", "float32"), ("bfloat16", None), ("float16", "float32")])
+@pytest.mark.parametrize("front", ["replicate", "mesh", "ddp"])
+@on_ranks(2)
+def test_trains_as_the_reference_does(front: str, param: str, reduce: str | None, micro: int) -> None:
     param_dtype = getattr(torch, param)
     reduce_dtype = None if reduce is None else getattr(torch, reduce)
     module = build()
@@ -76,15 +77,16 @@ def trained(front: str, param: str, reduce: str | None, micro: int) -> None:
         steps = [round * 4 + m for m in range(micro)]
         for m, step in enumerate(steps):
             with replica.no_sync() if m < micro - 1 else torch.enable_grad():
-                replica(batch(step, dist.get_rank())).float().square().mean().backward()
+                replica(batch(dist.get_rank(), step)).float().square().mean().backward()
         assert module.seen == dict.fromkeys(("input", "weight", "norm"), param_dtype)
         expected = by_hand(plain, param_dtype, reduce_dtype or param_dtype, steps)
         for (name, found), wanted in zip(module.named_parameters(), expected, strict=True):
             assert found.dtype is torch.float32  # the optimizer sees full precision
             assert found.grad is not None
             assert found.grad.dtype is torch.float32
-            local = found.grad.full_tensor() if isinstance(found.grad, DTensor) else found.grad
-            torch.testing.assert_close(local, wanted, rtol=tolerance, atol=tolerance, msg=f"gradient of {name} differs")
+            torch.testing.assert_close(
+                full(found.grad), wanted, rtol=tolerance, atol=tolerance, msg=f"gradient of {name} differs"
+            )
         norm = nn.utils.clip_grad_norm_(module.parameters(), 10.0)
         assert norm > 0
         optimizer.step()
@@ -92,19 +94,11 @@ def trained(front: str, param: str, reduce: str | None, micro: int) -> None:
         with torch.no_grad():
             for parameter, gradient in zip(plain.parameters(), expected, strict=True):
                 parameter.sub_(0.1 * gradient)
-        replicas: list[Any] = [None] * 2
-        dist.all_gather_object(replicas, gradsync.fingerprint(module))
-        assert len(set(replicas)) == 1
+        same_everywhere(module)
 
 
-@pytest.mark.parametrize("micro", [1, 3])
-@pytest.mark.parametrize(("param", "reduce"), [("bfloat16", "float32"), ("bfloat16", None), ("float16", "float32")])
-@pytest.mark.parametrize("front", ["replicate", "mesh", "ddp"])
-def test_trains_as_the_reference_does(ranks: Ranks, front: str, param: str, reduce: str | None, micro: int) -> None:
-    ranks(trained, 2, front, param, reduce, micro)
-
-
-def policies_nested() -> None:
+@on_ranks(2)
+def test_policies_nest() -> None:
     """A norm layer in full precision by ignoring it; an inner module with another policy; outputs cast."""
     module = build()
     low = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float64)
@@ -112,7 +106,7 @@ def policies_nested() -> None:
     gradsync.replicate(module, mp_policy=low, ignored_params=set(module.norm.parameters()))
     seen = []
     module.second.register_forward_pre_hook(lambda m, args: seen.append((args[0].dtype, m.weight.dtype)))
-    out = module(batch(0, 0))
+    out = module(batch(0))
     assert out.dtype is torch.float64
     assert module.seen == {"input": torch.bfloat16, "weight": torch.bfloat16, "norm": torch.float32}
     assert seen == [(torch.float16, torch.float16)]
@@ -123,47 +117,36 @@ def policies_nested() -> None:
         nn.Linear(4, 2), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False)
     )
     with pytest.raises(RuntimeError, match="dtype"):
-        uncast(batch(0, 0))
+        uncast(batch(0))
 
 
-def test_policies_nest(ranks: Ranks) -> None:
-    ranks(policies_nested, 2)
-
-
-def frozen() -> None:
+@on_ranks(2)
+def test_frozen_parameters_compute_in_low_precision_too() -> None:
     module = build()
     module.first.requires_grad_(False)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     replica = gradsync.replicate(module, mp_policy=policy)
     before = module.first.weight.clone()
-    replica(batch(0, dist.get_rank())).float().sum().backward()
+    replica(batch(dist.get_rank())).float().sum().backward()
     assert module.seen["weight"] is torch.bfloat16
     assert module.first.weight.grad is None
     assert torch.equal(module.first.weight, before)
     module.first.requires_grad_(True)
-    replica(batch(1, dist.get_rank())).float().sum().backward()
+    replica(batch(dist.get_rank(), 1)).float().sum().backward()
     assert module.first.weight.grad is not None
 
 
-def test_frozen_parameters_compute_in_low_precision_too(ranks: Ranks) -> None:
-    ranks(frozen, 2)
-
-
-def offloaded(policy: str) -> None:
+@pytest.mark.parametrize("policy", ["cpu", "none"])
+@on_ranks(2)
+def test_offload(policy: str) -> None:
     """Without a GPU all of it is on the CPU: training is the same, and nothing is copied."""
     policies = {"cpu": CPUOffloadPolicy(pin_memory=False), "none": OffloadPolicy()}
     module = build()
     oracle = copy.deepcopy(module)
     replica = gradsync.replicate(module, mesh=init_device_mesh("cpu", (2,)), offload_policy=policies[policy])
-    replica(batch(0, dist.get_rank())).square().mean().backward()
-    for part in range(2):
-        (oracle(batch(0, part)).square().mean() / 2).backward()
+    replica(batch(dist.get_rank())).square().mean().backward()
+    mean_backward(oracle)
     for found, wanted in zip(module.parameters(), oracle.parameters(), strict=True):
         assert isinstance(found.grad, DTensor)
         assert found.device.type == "cpu"
         torch.testing.assert_close(found.grad.full_tensor(), wanted.grad)
-
-
-@pytest.mark.parametrize("policy", ["cpu", "none"])
-def test_offload(ranks: Ranks, policy: str) -> None:
-    ranks(offloaded, 2, policy)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 import gradsync
 from gradsync.errors import SharedMemoryError
-from tests.ranks.small import FRONTS, batch, build, make, mean_gradients
-from tests.support.ranks import Ranks
+from tests.ranks.small import FRONTS, backward, build, make, mean_gradients
+from tests.support.ranks import on_ranks
 
 
 class Done(dist._Work):  # type: ignore[name-defined]
@@ -64,7 +64,9 @@ class Own(dist.ProcessGroup):
         return done(outputs)
 
 
-def trains(front: str) -> None:
+@FRONTS
+@on_ranks(2)
+def test_a_group_that_c10d_does_not_know(front: str) -> None:
     rank = dist.get_rank()
     group = Own(rank, dist.get_world_size())
     module = build()
@@ -75,7 +77,7 @@ def trains(front: str) -> None:
     for step in range(3):
         expected = mean_gradients(module, step)
         replica.zero_grad()
-        replica(batch(rank, step)).square().mean().backward()
+        backward(replica, step)
         for parameter, gradient in zip(module.parameters(), expected, strict=True):
             assert parameter.grad is not None
             torch.testing.assert_close(parameter.grad, gradient, rtol=1e-5, atol=1e-7)
@@ -86,17 +88,9 @@ def trains(front: str) -> None:
 
 
 @FRONTS
-def test_a_group_that_c10d_does_not_know(ranks: Ranks, front: str) -> None:
-    ranks(trains, 2, front)
-
-
-def different_models(front: str) -> None:
+@on_ranks(2)
+def test_different_models_over_it(front: str) -> None:
     group = Own(dist.get_rank(), dist.get_world_size())
     module = build() if dist.get_rank() else build().double()
     with pytest.raises(gradsync.errors.ModelMismatchError, match=r"'0\.weight' is .*float32.* on rank 1"):
         make(front, module, process_group=group)
-
-
-@FRONTS
-def test_different_models_over_it(ranks: Ranks, front: str) -> None:
-    ranks(different_models, 2, front)

@@ -28,7 +28,7 @@ class Shape(NamedTuple):
 
     layers: int
     paths: list[list[list[list[Use]]]]  # step, rank, micro-step
-    synchronised: list[bool]  # for each micro-step but the last
+    synchronized: list[bool]  # for each micro-step but the last
     set_to_none: bool
     view: bool
     skip: bool
@@ -47,7 +47,7 @@ def shapes(draw: st.DrawFn, size: int) -> Shape:
     return Shape(
         layers=4,
         paths=draw(steps),
-        synchronised=draw(st.lists(st.booleans(), min_size=micro - 1, max_size=micro - 1)),
+        synchronized=draw(st.lists(st.booleans(), min_size=micro - 1, max_size=micro - 1)),
         set_to_none=draw(st.booleans()),
         view=draw(st.booleans()),
         skip=draw(st.booleans()),
@@ -78,7 +78,7 @@ def body(shape: Shape) -> None:
         for micro, path in enumerate(backwards):
             x = env.x(2, WIDTH).requires_grad_()
             loss = env.front(x, path).square().mean()
-            if micro < len(backwards) - 1 and not shape.synchronised[micro]:
+            if micro < len(backwards) - 1 and not shape.synchronized[micro]:
                 with env.no_sync():
                     env.backward(loss)
             else:

@@ -21,7 +21,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import gradsync
 from gradsync import contract, errors, tensor_parallel
-from tests.support.ranks import Ranks
+from tests.ranks.small import assert_gradients, backward, batch, mean_gradients
+from tests.support.ranks import on_ranks
 
 
 def build() -> Any:
@@ -29,31 +30,11 @@ def build() -> Any:
     return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
 
 
-def batch(part: int, step: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(step * 16 + part)
-    return torch.randn(3, 4, dtype=torch.float64, generator=generator)
-
-
-def oracle_gradients(module: nn.Module, size: int = 2) -> list[Tensor]:
-    plain = copy.deepcopy(module)
-    for part in range(size):
-        (plain(batch(part)).square().mean() / size).backward()
-    return [p.grad for p in plain.parameters() if p.grad is not None]
-
-
-def full(tensor: Any) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def assert_gradients(module: nn.Module, expected: list[Tensor]) -> None:
-    for (name, parameter), wanted in zip(module.named_parameters(), expected, strict=True):
-        torch.testing.assert_close(full(parameter.grad), wanted, msg=f"gradient of {name} differs")
-
-
 # --- in place ----------------------------------------------------------------------------------------
 
 
-def in_place() -> None:
+@on_ranks(2)
+def test_in_place() -> None:
     module = build()
     text = repr(module)
     names = [name for name, _ in module.named_modules()], [name for name, _ in module.named_parameters()]
@@ -62,24 +43,36 @@ def in_place() -> None:
     replica = gradsync.replicate(module)
     module.register_forward_hook(lambda *_: order.append("after"))
     assert replica is module
-    assert type(module).__name__ == "Sequential"  # by which serialisers go
+    assert type(module).__name__ == "Sequential"  # by which serializers go
     assert issubclass(type(module), nn.Sequential)
     assert issubclass(type(module), gradsync.ReplicateModule)
     assert type(module[:2]) is nn.Sequential  # a slice is a plain container again
     assert module[0] is next(iter(module.children()))
     assert repr(module) == text.replace("Sequential", "ReplicateSequential")
     assert names == ([n for n, _ in module.named_modules()], [n for n, _ in module.named_parameters()])
-    module(batch(0)).sum().backward()
+    module(batch(0).double()).sum().backward()
     assert order == ["before", "after"]
     assert list(contract.registry(module)) == ["replicate"]
     assert contract.registry(module[0]) == {} or not contract.registry(module[0])
 
 
-def test_in_place(ranks: Ranks) -> None:
-    ranks(in_place, 2)
+class Branchy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(x).relu()
+        return out
 
 
-def by_name() -> None:
+def traced(module: nn.Module) -> list[torch.fx.Node]:
+    return list(torch.fx.symbolic_trace(nn.Sequential(module)).graph.nodes)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's, of exporting
+@on_ranks(2)
+def test_names_of_classes() -> None:
     """Saved by the name of its class, as frameworks do, a replica is found again under that of its own class."""
     for module in (nn.Linear(2, 2), Branchy()):
         original = type(module)
@@ -101,37 +94,19 @@ def by_name() -> None:
         assert type(module) is original
 
 
-class Branchy(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(2, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.linear(x).relu()
-        return out
-
-
-def traced(module: nn.Module) -> list[torch.fx.Node]:
-    return list(torch.fx.symbolic_trace(nn.Sequential(module)).graph.nodes)
-
-
-@pytest.mark.filterwarnings("ignore")  # torch's, of exporting
-def test_names_of_classes(ranks: Ranks) -> None:
-    ranks(by_name, 2)
-
-
-def nested() -> None:
+@on_ranks(2)
+def test_nested() -> None:
     module = build()
-    expected = oracle_gradients(module)
+    expected = mean_gradients(module)
     gradsync.replicate(module[0], bucket_cap_mb=1, gradient_as_bucket_view=False)
     gradsync.replicate([module[2], module[4]])
     gradsync.replicate(module)  # nothing is left for it, and that is fine
-    module(batch(dist.get_rank())).square().mean().backward()
+    backward(module)
     assert_gradients(module, expected)
     assert [gradsync.statistics(module[i]).rounds for i in (0, 2, 4)] == [1, 1, 1]
     module.zero_grad()
     module.set_requires_gradient_sync(False)  # recurses
-    module(batch(dist.get_rank())).square().mean().backward()
+    backward(module)
     assert [gradsync.statistics(module[i]).rounds for i in (0, 2, 4)] == [1, 1, 1]
     module.set_requires_gradient_sync(True)
     for i in (0, 2):
@@ -141,27 +116,32 @@ def nested() -> None:
     assert type(module[4]) is nn.Linear  # of a list, undoing one undoes all
 
 
-def test_nested(ranks: Ranks) -> None:
-    ranks(nested, 2)
+@on_ranks(2)
+def test_nested_in_a_list() -> None:
+    module = build()
+    first, second = nn.Sequential(module[0], nn.ReLU()), nn.Sequential(module[2], nn.ReLU())
+    expected = mean_gradients(module)
+    gradsync.replicate(first[0])
+    gradsync.replicate([first, second, module[4]])  # whose parameters have the module's number in their names
+    backward(module)
+    assert_gradients(module, expected)
 
 
-def left_out() -> None:
+@on_ranks(2)
+def test_ignored_modules_and_parameters() -> None:
     module = build()
     gradsync.replicate(module, ignored_modules=[module[0]], ignored_params={module[2].bias})
-    module(batch(dist.get_rank())).square().mean().backward()
-    local = torch.autograd.grad(module(batch(dist.get_rank())).square().mean(), list(module.parameters()))
+    backward(module)
+    local = torch.autograd.grad(module(batch(dist.get_rank()).double()).square().mean(), list(module.parameters()))
     same = [torch.equal(p.grad, g) for p, g in zip(module.parameters(), local, strict=True)]
     assert same == [True, True, False, True, False, False]
-
-
-def test_ignored_modules_and_parameters(ranks: Ranks) -> None:
-    ranks(left_out, 2)
 
 
 # --- mistakes ----------------------------------------------------------------------------------------
 
 
-def refused() -> None:
+@on_ranks(1)
+def test_mistakes() -> None:
     linear = nn.Linear(2, 2)
     for container in (nn.ModuleList([linear]), nn.ModuleDict({"a": linear})):
         with pytest.raises(ValueError, match="replicate does not support containers that do not implement forward"):
@@ -191,11 +171,8 @@ def refused() -> None:
         linear.set_modules_to_forward_prefetch([nn.Linear(1, 1)])  # type: ignore[operator]
 
 
-def test_mistakes(ranks: Ranks) -> None:
-    ranks(refused, 1)
-
-
-def different_values() -> None:
+@on_ranks(2)
+def test_without_a_broadcast_values_are_compared() -> None:
     module = build()
     gradsync.replicate(copy.deepcopy(module), init_sync=False)
     if dist.get_rank() == 1:
@@ -207,26 +184,23 @@ def different_values() -> None:
     gradsync.replicate(module)
 
 
-def test_without_a_broadcast_values_are_compared(ranks: Ranks) -> None:
-    ranks(different_values, 2)
-
-
 # --- methods -----------------------------------------------------------------------------------------
 
 
-def setters() -> None:
+@on_ranks(2)
+def test_setters() -> None:
     replica = gradsync.replicate(build())
-    expected = oracle_gradients(build())
+    expected = mean_gradients(build())
     replica.set_gradient_divide_factor(1.0)  # a sum
-    replica(batch(dist.get_rank())).square().mean().backward()
+    backward(replica)
     assert_gradients(replica, [2 * gradient for gradient in expected])
-    replica(batch(dist.get_rank())).square().mean().backward()  # and a sum of two
+    backward(replica)  # and a sum of two
     assert_gradients(replica, [4 * gradient for gradient in expected])
     replica.zero_grad()
     replica.set_gradient_divide_factor(2.0)
     seen: list[int] = []
     replica.set_all_reduce_hook(lambda flat: seen.append(flat.numel()))
-    replica(batch(dist.get_rank())).square().mean().backward()
+    backward(replica)
     assert_gradients(replica, expected)
     assert sum(seen) == 60
     with pytest.raises(errors.InvalidOptionError, match="divide factor"):
@@ -240,10 +214,6 @@ def setters() -> None:
     replica.reshard()
     replica.set_force_sum_reduction_for_comms(True)
     replica.set_modules_to_backward_prefetch([replica])
-
-
-def test_setters(ranks: Ranks) -> None:
-    ranks(setters, 2)
 
 
 @dataclass
@@ -264,7 +234,8 @@ class Methods(nn.Module):
         return self.linear(x)
 
 
-def methods() -> None:
+@on_ranks(2)
+def test_methods_other_than_forward_and_dataclass_inputs() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     replica = gradsync.replicate(Methods(), mesh=init_device_mesh("cpu", (2,)), mp_policy=policy)
     gradsync.register_forward_method(replica, "score")
@@ -282,12 +253,9 @@ def methods() -> None:
         gradsync.register_forward_method(replica, "nothing")
 
 
-def test_methods_other_than_forward_and_dataclass_inputs(ranks: Ranks) -> None:
-    ranks(methods, 2)
-
-
-def pipelined() -> None:
-    """1F1B as a pipeline stage drives it: forwards run ahead, only the last micro-batch synchronises."""
+@on_ranks(2)
+def test_a_pipeline_of_micro_batches() -> None:
+    """1F1B as a pipeline stage drives it: forwards run ahead, only the last micro-batch synchronizes."""
     mesh = init_device_mesh("cpu", (2,))
     choices: list[dict[str, Any]] = [{"mesh": mesh}, {}]
     for options in choices:
@@ -297,7 +265,7 @@ def pipelined() -> None:
         losses: list[Tensor] = []
         for micro in range(count + ahead):
             if micro < count:
-                losses.append(replica(batch(dist.get_rank(), micro)).square().mean())
+                losses.append(replica(batch(dist.get_rank(), micro).double()).square().mean())
             if micro >= ahead:
                 last = micro - ahead == count - 1
                 replica.set_is_last_backward(last)
@@ -305,21 +273,18 @@ def pipelined() -> None:
                 losses[micro - ahead].backward()
         for part in range(2):
             for micro in range(count):
-                (plain(batch(part, micro)).square().mean() / 2).backward()
+                (plain(batch(part, micro).double()).square().mean() / 2).backward()
         assert_gradients(replica, [p.grad for p in plain.parameters() if p.grad is not None])
         assert gradsync.statistics(replica).rounds == 1
-
-
-def test_a_pipeline_of_micro_batches(ranks: Ranks) -> None:
-    ranks(pipelined, 2)
 
 
 # --- with torch's other APIs -------------------------------------------------------------------------
 
 
-def with_fully_shard() -> None:
+@on_ranks(2)
+def test_with_fully_shard() -> None:
     module = build()
-    expected = oracle_gradients(module)
+    expected = mean_gradients(module)
     fully_shard(module[2])
     with pytest.raises(RuntimeError, match="already managed by `fully_shard`"):
         gradsync.replicate(module[2])
@@ -327,22 +292,21 @@ def with_fully_shard() -> None:
     assert isinstance(module[2].weight, DTensor)
     assert module[2].weight.placements == (Shard(0),)
     assert not isinstance(module[0].weight, DTensor)
-    module(batch(dist.get_rank())).square().mean().backward()
+    backward(module)
     assert_gradients(module, expected)
     module = build()
     gradsync.replicate(module[0])
     fully_shard(module)  # an ancestor's: leaves replicated submodules alone
     assert isinstance(module[2].weight, DTensor)
     assert not isinstance(module[0].weight, DTensor)
-    module(batch(dist.get_rank())).square().mean().backward()
+    backward(module)
     assert_gradients(module, expected)
 
 
-def test_with_fully_shard(ranks: Ranks) -> None:
-    ranks(with_fully_shard, 2)
-
-
-def checkpointed_states(kind: str) -> None:
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("kind", ["group", "mesh"])
+@on_ranks(2)
+def test_distributed_checkpoint(kind: str) -> None:
     module = build()
     options: dict[str, Any] = {"mesh": init_device_mesh("cpu", (2,))} if kind == "mesh" else {}
     replica = gradsync.replicate(module, **options)
@@ -350,7 +314,7 @@ def checkpointed_states(kind: str) -> None:
 
     def step(part: int) -> None:
         optimizer.zero_grad()
-        replica(batch(part)).square().mean().backward()
+        replica(batch(part).double()).square().mean().backward()
         optimizer.step()
 
     step(dist.get_rank())
@@ -363,20 +327,15 @@ def checkpointed_states(kind: str) -> None:
     assert set(saved[0]) == set(build().state_dict())
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("kind", ["group", "mesh"])
-def test_distributed_checkpoint(ranks: Ranks, kind: str) -> None:
-    ranks(checkpointed_states, 2, kind)
-
-
-def mesh_dimensions() -> None:
+@on_ranks(4)
+def test_dimensions_of_a_larger_mesh() -> None:
     """Parameters that are DTensors over the whole mesh already, of which some dimensions are replicated."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
     module = build()
-    expected = oracle_gradients(module, size=4)
+    expected = mean_gradients(module, parts=range(4))
     distribute_module(module, mesh)
     replica = gradsync.replicate(module, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(replicate=("outer", "inner")))
-    replica(batch(dist.get_rank())).square().mean().backward()
+    backward(replica)
     for parameter in replica.parameters():
         assert isinstance(parameter, DTensor)
         assert parameter.placements == (Replicate(), Replicate())
@@ -384,18 +343,15 @@ def mesh_dimensions() -> None:
     sliced = build()
     gradsync.replicate(sliced, mesh=mesh["inner"])
     assert sliced[0].weight.device_mesh.shape == (2,)
-    sliced(batch(mesh["inner"].get_local_rank())).square().mean().backward()
-    assert_gradients(sliced, oracle_gradients(build()))
+    sliced(batch(mesh["inner"].get_local_rank()).double()).square().mean().backward()
+    assert_gradients(sliced, mean_gradients(build()))
 
 
-def test_dimensions_of_a_larger_mesh(ranks: Ranks) -> None:
-    ranks(mesh_dimensions, 4)
-
-
-def by_hand() -> None:
+@on_ranks(2)
+def test_localized_by_hand() -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     module = build()
-    expected = oracle_gradients(module, size=1)
+    expected = mean_gradients(module, parts=[0])
     parallelize_module(module, mesh, {"0": ColwiseParallel(output_layouts=Replicate())})
     undo = tensor_parallel.pre_dp_module_transform(module)
     names = [name for name, _ in build().named_parameters()]
@@ -403,7 +359,7 @@ def by_hand() -> None:
     assert module[0].weight.shape == (2, 4)
     for _ in range(2):
         module.zero_grad()
-        module(batch(0)).square().mean().backward()
+        module(batch(0).double()).square().mean().backward()
         assert [name for name, _ in module.named_parameters()] == names
         torch.testing.assert_close(module[0].weight.grad, expected[0].chunk(2)[dist.get_rank()])
     undo()
@@ -416,7 +372,3 @@ def by_hand() -> None:
     for path in ("9.bias", "2.nothing"):
         with pytest.raises(errors.InvalidOptionError, match=re.escape(path.split(".")[-1]) + "|'9'"):
             tensor_parallel.find_parameter(module, path)
-
-
-def test_localised_by_hand(ranks: Ranks) -> None:
-    ranks(by_hand, 2)

@@ -16,16 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import gradsync
-from tests.support.ranks import Ranks
-
-
-def build() -> Any:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-
-
-def batch(part: int) -> Tensor:
-    return torch.randn(5, 3, generator=torch.Generator().manual_seed(part))
+from tests.ranks.small import batch, build
+from tests.support.ranks import on_ranks
 
 
 def forms(module: nn.Module) -> str:
@@ -34,7 +26,8 @@ def forms(module: nn.Module) -> str:
 
 def sequence(api: Any) -> list[str]:
     """Which forms a nested replica shows: the child's two parameters, then the parent's."""
-    module, mesh = build(), init_device_mesh("cpu", (2,))
+    module: Any = build()
+    mesh = init_device_mesh("cpu", (2,))
     api(module[0], mesh=mesh)
     api(module, mesh=mesh)
     shown = [forms(module)]
@@ -64,19 +57,19 @@ def sequence(api: Any) -> list[str]:
     return shown
 
 
-def as_torch() -> None:
+@on_ranks(2)
+def test_which_parameters_are_shown() -> None:
     found, wanted = sequence(gradsync.replicate), sequence(torchs)
     assert found == wanted
-    assert wanted[1:4] == ["ccRR", "RRRR", "RRRR"]
+    assert wanted[1:4] == ["ccRRRR", "RRRRRR", "RRRRRR"]
 
 
-def test_which_parameters_are_shown(ranks: Ranks) -> None:
-    ranks(as_torch, 2)
-
-
-def an_optimizer_built_then(recompute: bool, policy: bool) -> None:
+@pytest.mark.parametrize("policy", [False, True])
+@pytest.mark.parametrize("recompute", [False, True])
+@on_ranks(2)
+def test_an_optimizer_built_after_reshard(recompute: bool, policy: bool) -> None:
     """After a forward and `reshard()`: it has the registered parameters, and the backward is a round like any other."""
-    module = build()
+    module: Any = build()
     plain = copy.deepcopy(module)
     if policy:
         gradsync.replicate(module, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float64))
@@ -105,13 +98,8 @@ def an_optimizer_built_then(recompute: bool, policy: bool) -> None:
     gradsync.verify(module, optimizer)
 
 
-@pytest.mark.parametrize("policy", [False, True])
-@pytest.mark.parametrize("recompute", [False, True])
-def test_an_optimizer_built_after_reshard(ranks: Ranks, recompute: bool, policy: bool) -> None:
-    ranks(an_optimizer_built_then, 2, recompute, policy)
-
-
-def an_optimizer_built_too_early() -> None:
+@on_ranks(2)
+def test_an_optimizer_built_between_forward_and_backward() -> None:
     """Between forward and backward, without `reshard()`: it would never move anything, and says so."""
     module: Any = gradsync.replicate(build(), mesh=init_device_mesh("cpu", (2,)))
     loss = module(batch(0)).sum()
@@ -119,7 +107,3 @@ def an_optimizer_built_too_early() -> None:
     loss.backward()
     with pytest.raises(gradsync.errors.UnsynchronizedStepError, match=r"'0.weight'.*reshard\(\)"):
         optimizer.step()
-
-
-def test_an_optimizer_built_between_forward_and_backward(ranks: Ranks) -> None:
-    ranks(an_optimizer_built_too_early, 2)

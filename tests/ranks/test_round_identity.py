@@ -9,7 +9,6 @@ import contextlib
 import copy
 import time
 from collections.abc import Iterable, Iterator
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -21,11 +20,11 @@ from torch import Tensor, nn
 
 import gradsync
 from gradsync.errors import GradsyncError, ReplicaLostError, RoundMismatchError, RoundTimeoutError
-from gradsync.transport import link
-from tests.ranks.small import FRONTS, TRANSPORTS, make, same_everywhere
+from tests.ranks.memory import be_on_host
+from tests.ranks.small import FRONTS, TRANSPORTS, Fails, batch, make, same_everywhere, short_group
 from tests.support.outcome import End, Outcome
 from tests.support.patience import seconds_since
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, on_ranks
 
 SOON = 5.0  # seconds: what takes milliseconds, on a busy machine; half of the group's time limit
 IN_VAIN = (ReplicaLostError, RoundTimeoutError)
@@ -34,16 +33,6 @@ FORWARD = -1  # instead of a layer: raises in forward
 PLACES = [("shared_memory", 2), ("process_group", 2), ("hierarchical", 3)]  # the last rank is on another host
 WHERE = pytest.mark.parametrize(("transport", "size"), PLACES)
 Batch = tuple[int, int]  # step, rank
-
-
-class Raises(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        raise ZeroDivisionError("on purpose")
 
 
 class Layers(nn.Module):
@@ -59,7 +48,7 @@ class Layers(nn.Module):
         for number, layer in enumerate(self.layers):
             x = torch.tanh(layer(x))
             if number == fail:
-                x = Raises.apply(x)
+                x = Fails.apply(x)
         return x
 
 
@@ -69,7 +58,7 @@ class Training:
     def __init__(self, front: str, transport: str, **options: Any) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         if transport == "hierarchical":
-            be_on(0 if self.rank < 2 else 1)
+            be_on_host(0 if self.rank < 2 else 1)
         torch.manual_seed(0)
         self.module = Layers().double()
         self.oracle = copy.deepcopy(self.module)
@@ -82,7 +71,7 @@ class Training:
         )
 
     def backward(self, step: int, fail: int | None = None) -> None:
-        self.replica(batch(step, self.rank), fail).square().mean().backward()
+        self.replica(batch(self.rank, step).double(), fail).square().mean().backward()
 
     def step(self, step: int, fail: int | None = None) -> None:
         self.optimizer.zero_grad()
@@ -92,8 +81,8 @@ class Training:
     def expect(self, *batches: Batch) -> None:
         """After a step: as one process would have it after these batches."""
         self._oracles.zero_grad()
-        for one in batches:
-            (self.oracle(batch(*one)).square().mean() / len(batches)).backward()
+        for step, rank in batches:
+            (self.oracle(batch(rank, step).double()).square().mean() / len(batches)).backward()
         self._oracles.step()
         for found, wanted in zip(self.module.parameters(), self.oracle.parameters(), strict=True):
             torch.testing.assert_close(found.grad, wanted.grad, rtol=1e-12, atol=1e-12)
@@ -107,7 +96,7 @@ class Training:
         for ranks in (every, others):
             self.oracle.zero_grad()
             for rank in ranks:
-                (self.oracle(batch(step, rank)).square().mean() / len(ranks)).backward()
+                (self.oracle(batch(rank, step).double()).square().mean() / len(ranks)).backward()
             both.append([parameter.grad for parameter in self.oracle.parameters()])
         for (name, found), wanted, with_all, without in zip(
             self.module.named_parameters(), self.oracle.parameters(), *both, strict=True
@@ -133,16 +122,6 @@ class Training:
         self.oracle.load_state_dict(state[0])
         self.module.zero_grad()
         self.begin()
-
-
-def be_on(host: int) -> None:
-    place = f"host {host}"
-    link.location = lambda: place
-
-
-def batch(step: int, rank: int) -> Tensor:
-    generator = torch.Generator().manual_seed(step * 16 + rank)
-    return torch.randn(3, 4, dtype=torch.float64, generator=generator)
 
 
 @contextlib.contextmanager
@@ -251,7 +230,11 @@ def test_a_backward_that_raises_on_all_ranks_of_several_hosts(ranks: Ranks, fron
     ranks(all_raise, 3, front, "hierarchical", (0, 2, 1))
 
 
-def raises_before_anything_left(front: str, transport: str, at: int, fail: int) -> None:
+@FRONTS
+@WHERE
+@pytest.mark.parametrize(("at", "fail"), [(0, 0), (0, FORWARD), (2, FORWARD), (2, LAYERS - 1)])
+@on_ranks("size")
+def test_one_rank_raises_before_anything_has_left(front: str, transport: str, at: int, fail: int, size: int) -> None:
     """The last rank leaves a batch out and takes its next one, which belongs to the same round as the others' one."""
     training = Training(front, transport)
     last = training.size - 1
@@ -264,15 +247,6 @@ def raises_before_anything_left(front: str, transport: str, at: int, fail: int) 
             mine = step + 1
         training.step(mine)
         training.expect(*((step + 1 if rank == last and step >= at else step, rank) for rank in range(training.size)))
-
-
-@FRONTS
-@WHERE
-@pytest.mark.parametrize(("at", "fail"), [(0, 0), (0, FORWARD), (2, FORWARD), (2, LAYERS - 1)])
-def test_one_rank_raises_before_anything_has_left(
-    ranks: Ranks, front: str, transport: str, size: int, at: int, fail: int
-) -> None:
-    ranks(raises_before_anything_left, size, front, transport, at, fail)
 
 
 # --- rounds that a rank skips ----------------------------------------------------------------------------
@@ -320,7 +294,11 @@ def test_some_of_three_ranks_skip_rounds(
 # --- a backward that others do not make ------------------------------------------------------------------
 
 
-def looks_alone(front: str, transport: str, who: int, at: int) -> None:
+@FRONTS
+@WHERE
+@pytest.mark.parametrize(("who", "at"), [(1, 0), (0, 3), (1, 3)])
+@on_ranks("size")
+def test_a_look_at_gradients_on_one_rank(front: str, transport: str, who: int, at: int, size: int) -> None:
     """The look takes part in the others' round, and from then on this rank is one ahead; until somebody notices."""
     training = Training(front, transport)
     with refused(GradsyncError):
@@ -329,15 +307,6 @@ def looks_alone(front: str, transport: str, who: int, at: int) -> None:
                 training.backward(step)
                 training.optimizer.zero_grad()
             training.step(step)
-
-
-@FRONTS
-@WHERE
-@pytest.mark.parametrize(("who", "at"), [(1, 0), (0, 3), (1, 3)])
-def test_a_look_at_gradients_on_one_rank(
-    ranks: Ranks, front: str, transport: str, size: int, who: int, at: int
-) -> None:
-    ranks(looks_alone, size, front, transport, who, at)
 
 
 def accumulates_apart(front: str, transport: str, zero_first: bool) -> str:
@@ -378,11 +347,15 @@ def check_not_silent(outcomes: list[Outcome]) -> None:
 # --- modules in another order ----------------------------------------------------------------------------
 
 
-def in_another_order(front: str, transport: str, alike: bool) -> None:
+@FRONTS
+@WHERE
+@pytest.mark.parametrize("alike", [True, False])
+@on_ranks("size")
+def test_modules_replicated_in_another_order(front: str, transport: str, alike: bool, size: int) -> None:
     """The first replica of one rank is the second one of another, and nothing in their shapes tells."""
     rank = dist.get_rank()
     if transport == "hierarchical":
-        be_on(0 if rank < 2 else 1)
+        be_on_host(0 if rank < 2 else 1)
     torch.manual_seed(0 if alike else rank)
     modules = [Layers(), Layers()]
     with refused(GradsyncError):
@@ -391,14 +364,7 @@ def in_another_order(front: str, transport: str, alike: bool) -> None:
         for step in range(4):
             for module in modules:
                 module.zero_grad()
-            made[1](made[0](batch(step, rank).float())).square().mean().backward()
-
-
-@FRONTS
-@WHERE
-@pytest.mark.parametrize("alike", [True, False])
-def test_modules_replicated_in_another_order(ranks: Ranks, front: str, transport: str, size: int, alike: bool) -> None:
-    ranks(in_another_order, size, front, transport, alike)
+            made[1](made[0](batch(rank, step))).square().mean().backward()
 
 
 # --- whatever ranks may do -------------------------------------------------------------------------------
@@ -429,7 +395,7 @@ def act(training: Training, step: int, action: str) -> None:
 
 
 def follow(front: str, transport: str, both: tuple[Schedule, Schedule]) -> str:
-    group = dist.new_group(timeout=timedelta(seconds=8))
+    group = short_group(8)
     training = Training(front, transport, process_group=group)
     training.step_together(99)  # a plan, so that buckets leave early
     for step, action in enumerate(both[training.rank]):

@@ -19,12 +19,21 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 import gradsync
 from gradsync.ddp_private import _MixedPrecision
-from gradsync.errors import OptionsMismatchError, RosterChangedError, RoundMismatchError
-from gradsync.transport import link
-from tests.ranks.small import FRONTS, TRANSPORTS, batch, build, make, mean_gradients, same_everywhere
+from gradsync.errors import OptionsMismatchError, ParametersChangedError, RoundMismatchError
+from tests.ranks.memory import be_on_host
+from tests.ranks.small import (
+    FRONTS,
+    TRANSPORTS,
+    assert_gradients,
+    backward,
+    build,
+    make,
+    mean_gradients,
+    same_everywhere,
+)
 from tests.support.outcome import End
 from tests.support.patience import seconds_since
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, on_ranks
 
 SOON = 5.0  # seconds: what takes milliseconds, on a busy machine; half of the group's time limit
 # Of three ranks that are not all on one host the last one is elsewhere.
@@ -41,14 +50,13 @@ def model() -> nn.Module:
 
 def place(transport: str) -> None:
     if transport == "hierarchical":
-        where = f"host {dist.get_rank() // 2}"
-        link.location = lambda: where
+        be_on_host(dist.get_rank() // 2)
 
 
 def train(replica: Any, *steps: int) -> None:
     for step in steps:
         replica.zero_grad()
-        replica(batch(dist.get_rank(), step)).square().mean().backward()
+        backward(replica, step)
 
 
 @contextlib.contextmanager
@@ -157,10 +165,13 @@ def test_ranks_that_end_with_the_error_leave_it_to_the_others(
         assert isinstance(outcome.exception, OptionsMismatchError), outcome
 
 
-def tried_again(front: str, transport: str) -> None:
+@FRONTS
+@WHERE
+@on_ranks("size")
+def test_made_again_with_equal_options(front: str, transport: str, size: int) -> None:
     """The same module; with equal options, all of them given, it is trained as ever."""
     place(transport)
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     module = build()
     for option, values in (("reduce", ("mean", "sum")), ("buffers_from", (0, 1))):
         with refused(OptionsMismatchError, option):
@@ -169,17 +180,8 @@ def tried_again(front: str, transport: str) -> None:
     replica = make(front, module, transport=transport, **options)
     for step in range(3):
         train(replica, step)
-        for parameter, gradient in zip(
-            module.parameters(), mean_gradients(module, step, parts=range(size)), strict=True
-        ):
-            torch.testing.assert_close(parameter.grad, gradient)
+        assert_gradients(module, mean_gradients(module, step, parts=range(size)))
     same_everywhere(module)
-
-
-@FRONTS
-@WHERE
-def test_made_again_with_equal_options(ranks: Ranks, front: str, transport: str, size: int) -> None:
-    ranks(tried_again, size, front, transport)
 
 
 # --- what is set later -----------------------------------------------------------------------------------
@@ -254,7 +256,7 @@ def frozen_alone(front: str, transport: str, who: int, layer: int, thawed: bool)
     train(replica, 0, 1, 2)
     if dist.get_rank() == who:
         module[layer].requires_grad_(thawed)
-    with refused((RosterChangedError, RoundMismatchError)):
+    with refused((ParametersChangedError, RoundMismatchError)):
         train(replica, 3)
 
 

@@ -14,8 +14,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import gradsync
 from gradsync.errors import UnsuitableModuleError
-from tests.ranks.small import FRONTS, TRANSPORTS, batch, make, same_everywhere
-from tests.support.ranks import Ranks
+from tests.ranks.small import FRONTS, TRANSPORTS, backward, batch, make, mean_backward, same_everywhere
+from tests.support.ranks import Ranks, on_ranks
 
 # torch.jit is deprecated, and says so in many places.
 pytestmark = [
@@ -81,16 +81,15 @@ def trained(front: str, how: Callable[[], Any], inside: bool, transport: str) ->
     for step in range(4):
         for optimizer in optimizers:
             optimizer.zero_grad()
-        replica(batch(dist.get_rank(), step)).square().mean().backward()
-        for part in range(2):
-            (oracle(batch(part, step)).square().mean() / 2).backward()
+        backward(replica, step)
+        mean_backward(oracle, step)
         for optimizer in optimizers:
             optimizer.step()
         close(module, oracle)
     module.train()
     for _ in range(2):  # and its buffers are kept in step
         module.zero_grad()
-        replica(batch(dist.get_rank())).square().mean().backward()
+        backward(replica)
     same_everywhere(module)
     gradsync.verify(replica)
 
@@ -108,7 +107,9 @@ def test_inside_of_a_plain_module(ranks: Ranks, front: str, how: Callable[[], An
     ranks(trained, 2, front, how, True, transport)
 
 
-def frozen_and_replaced(front: str) -> None:
+@FRONTS
+@on_ranks(2)
+def test_frozen_and_replaced_parameters_inside(front: str) -> None:
     module = nn.Sequential(scripted(), nn.Linear(4, 2)).eval()
     replica = make(front, module)
     part: Any = module[0]
@@ -120,18 +121,13 @@ def frozen_and_replaced(front: str) -> None:
         module.zero_grad()
         oracle = nn.Sequential(scripted(), nn.Linear(4, 2)).eval()
         load_into(oracle, module)
-        replica(batch(dist.get_rank())).square().mean().backward()
-        for rank in range(2):
-            (oracle(batch(rank)).square().mean() / 2).backward()
+        backward(replica)
+        mean_backward(oracle)
         close(module, oracle)
 
 
-@FRONTS
-def test_frozen_and_replaced_parameters_inside(ranks: Ranks, front: str) -> None:
-    ranks(frozen_and_replaced, 2, front)
-
-
-def in_low_precision() -> None:
+@on_ranks(2)
+def test_a_precision_policy() -> None:
     torch.manual_seed(0)
     module = nn.Sequential(torch.jit.script(nn.Linear(4, 4)), nn.Tanh(), nn.Linear(4, 2))
     replica = gradsync.replicate(module, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
@@ -144,11 +140,9 @@ def in_low_precision() -> None:
     same_everywhere(module)
 
 
-def test_a_precision_policy(ranks: Ranks) -> None:
-    ranks(in_low_precision, 2)
-
-
-def sparse(transport: str) -> None:
+@TRANSPORTS
+@on_ranks(2)
+def test_a_sparse_embedding(transport: str) -> None:
     module = torch.jit.script(nn.Embedding(10, 4, sparse=True))
     replica = make("DistributedDataParallel", module, transport=transport)
     rank = dist.get_rank()
@@ -158,18 +152,10 @@ def sparse(transport: str) -> None:
         assert module.weight.grad.to_dense().sum(1).tolist() == [0, 4, 2, 2, 0, 0, 0, 0, 0, 0]
 
 
-@TRANSPORTS
-def test_a_sparse_embedding(ranks: Ranks, transport: str) -> None:
-    ranks(sparse, 2, transport)
-
-
-def refused(how: Callable[[], Any]) -> None:
+@HOW
+@on_ranks(2)
+def test_replicate_refuses_one_as_the_root(how: Callable[[], Any]) -> None:
     for given in (how(), [how(), nn.Linear(4, 2)]):
         with pytest.raises(UnsuitableModuleError, match=r"torch\.jit.*gradsync\.DistributedDataParallel\(module\)"):
             gradsync.replicate(given)
     gradsync.replicate(nn.Sequential(how()))  # nothing was left behind
-
-
-@HOW
-def test_replicate_refuses_one_as_the_root(ranks: Ranks, how: Callable[[], Any]) -> None:
-    ranks(refused, 2, how)

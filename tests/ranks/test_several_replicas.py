@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import gradsync
 from gradsync.errors import InvalidOptionError
-from tests.ranks.small import FRONTS, TRANSPORTS, build, make
-from tests.support.ranks import Ranks
+from tests.ranks.small import FRONTS, TRANSPORTS, assert_gradients, batch, build, gradients_of, make
+from tests.support.ranks import on_ranks
 
 
 class Residual(nn.Module):
@@ -33,7 +33,7 @@ class Residual(nn.Module):
 
 
 class MeanOverRanks(torch.autograd.Function):
-    """A collective in forward and in backward, as batch normalisation over all ranks has."""
+    """A collective in forward and in backward, as batch normalization over all ranks has."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -50,16 +50,16 @@ def _mean(x: Tensor) -> Tensor:
     return x / dist.get_world_size()
 
 
-def batch(step: int, part: int) -> Tensor:
-    generator = torch.Generator().manual_seed(step * 8 + part)
-    return torch.randn(3, 4, dtype=torch.float64, generator=generator)
-
-
 def skipped(step: int, rank: int) -> int | None:
     return 3 if step >= 2 and rank == 1 else None
 
 
-def two_in_one_loss(front: str, side_by_side: bool, transport: str) -> None:
+@FRONTS
+@TRANSPORTS
+@pytest.mark.parametrize("side_by_side", [False, True])
+@pytest.mark.parametrize("world", [2, 3])
+@on_ranks("world")
+def test_buckets_of_two_replicas_are_not_mixed_up(front: str, side_by_side: bool, transport: str, world: int) -> None:
     group = dist.new_group([0, 1])  # of two ranks, or of three
     if dist.get_rank() > 1:
         return
@@ -69,7 +69,7 @@ def two_in_one_loss(front: str, side_by_side: bool, transport: str) -> None:
     first, second = (make(front, module, process_group=group, transport=transport) for module in modules)
 
     def loss(a: Any, b: Any, step: int, rank: int) -> Tensor:
-        x, skip = batch(step, rank), skipped(step, rank)
+        x, skip = batch(rank, step).double(), skipped(step, rank)
         if side_by_side:
             out = a(x) + b(x, skip=skip) if rank == 0 else b(x, skip=skip) + a(x)
         else:
@@ -83,40 +83,27 @@ def two_in_one_loss(front: str, side_by_side: bool, transport: str) -> None:
         for rank in range(2):
             (loss(oracles[0], oracles[1], step, rank) / 2).backward()
         for module, oracle in zip(modules, oracles, strict=True):
-            for found, wanted in zip(module.parameters(), oracle.parameters(), strict=True):
-                torch.testing.assert_close(found.grad, wanted.grad, rtol=1e-12, atol=1e-12)
+            assert_gradients(module, gradients_of(oracle), rtol=1e-12, atol=1e-12)
 
 
 @FRONTS
-@TRANSPORTS
-@pytest.mark.parametrize("side_by_side", [False, True])
-@pytest.mark.parametrize("world", [2, 3])
-def test_buckets_of_two_replicas_are_not_mixed_up(
-    ranks: Ranks, front: str, side_by_side: bool, transport: str, world: int
-) -> None:
-    ranks(two_in_one_loss, world, front, side_by_side, transport)
-
-
-def collectives_of_the_model(front: str) -> None:
+@on_ranks(2)
+def test_collectives_of_the_model_itself(front: str) -> None:
     torch.manual_seed(0)
     module = Residual().double()
     replica = make(front, module)
     for step in range(4):
         module.zero_grad()
         replica(
-            batch(step, dist.get_rank()), skip=skipped(step, dist.get_rank()), center=True
+            batch(dist.get_rank(), step).double(), skip=skipped(step, dist.get_rank()), center=True
         ).square().mean().backward()
         gradients: list[Any] = [None] * 2
         dist.all_gather_object(gradients, [p.grad for p in module.parameters()])
         assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
-@FRONTS
-def test_collectives_of_the_model_itself(ranks: Ranks, front: str) -> None:
-    ranks(collectives_of_the_model, 2, front)
-
-
-def large_and_frozen() -> None:
+@on_ranks(2)
+def test_large_gradients_and_a_change_past_the_front() -> None:
     """Past the front, so that the change is noticed by the first arrival and not before."""
     module: Any = nn.Sequential(*(nn.Linear(300, 300, bias=False) for _ in range(3)))
     gradsync.replicate(module, bucket_cap_mb=0.1)
@@ -130,11 +117,8 @@ def large_and_frozen() -> None:
         assert torch.equal(*gradients)
 
 
-def test_large_gradients_and_a_change_past_the_front(ranks: Ranks) -> None:
-    ranks(large_and_frozen, 2)
-
-
-def half_precision_and_tokens() -> None:
+@on_ranks(2)
+def test_many_tokens_do_not_overflow_float16() -> None:
     module = nn.Linear(4, 2).half()
     replica = gradsync.replicate(module)
     assert isinstance(replica, gradsync.ReplicateModule)
@@ -143,11 +127,8 @@ def half_precision_and_tokens() -> None:
     assert torch.equal(module.bias.grad, torch.ones(2).half())  # type: ignore[arg-type]
 
 
-def test_many_tokens_do_not_overflow_float16(ranks: Ranks) -> None:
-    ranks(half_precision_and_tokens, 2)
-
-
-def loaded_after_a_forward() -> None:
+@on_ranks(2)
+def test_a_checkpoint_loaded_after_a_forward_without_backward() -> None:
     policy = gradsync.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     module = build()
     replica = gradsync.replicate(module, mp_policy=policy)
@@ -158,11 +139,8 @@ def loaded_after_a_forward() -> None:
     assert all(torch.equal(value, wanted[name]) for name, value in replica.state_dict().items())
 
 
-def test_a_checkpoint_loaded_after_a_forward_without_backward(ranks: Ranks) -> None:
-    ranks(loaded_after_a_forward, 2)
-
-
-def hooks_and_weights() -> None:
+@on_ranks(2)
+def test_hooks_and_weights_are_refused_together() -> None:
     replica = gradsync.replicate(build())
     assert isinstance(replica, gradsync.ReplicateModule)
     replica.register_comm_hook(None, lambda state, bucket: torch.futures.Future())
@@ -170,7 +148,3 @@ def hooks_and_weights() -> None:
         replica.set_round_weight(3)
     with pytest.raises(InvalidOptionError, match="the hook alone decides"):
         next(iter(gradsync.uneven([1], replica)))
-
-
-def test_hooks_and_weights_are_refused_together(ranks: Ranks) -> None:
-    ranks(hooks_and_weights, 2)

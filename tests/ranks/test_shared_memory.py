@@ -14,7 +14,7 @@ from torch import Tensor
 from gradsync.transport import SymmetricMemory
 from gradsync.transport.process_group import ProcessGroupTransport
 from tests.ranks.memory import CPU, requests, same_on_all, transport
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, on_ranks
 
 SIZES = pytest.mark.parametrize("size", [2, 3, 5])
 # Nothing, one, less than a cache line, odd, more than one block a rank.
@@ -40,9 +40,11 @@ def expected(parts: list[Tensor], scales: list[float]) -> Tensor:
 # --- sums --------------------------------------------------------------------------------------------------
 
 
-def sums() -> None:
+@SIZES
+@on_ranks("size")
+def test_sums_are_exact(size: int) -> None:
     """All of them under way at once, and awaited in another order."""
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     scales = [2.0 ** -(r % 3) for r in range(size)]
     wanted = [(numel, dtype) for dtype in DTYPES for numel in NUMELS]
     carrier = transport()
@@ -61,20 +63,17 @@ def sums() -> None:
     same_on_all(*buffers)
 
 
-@SIZES
-def test_sums_are_exact(ranks: Ranks, size: int) -> None:
-    ranks(sums, size)
-
-
 def test_low_precision_is_not_added_up_in_low_precision() -> None:
     """Else the test above would show nothing."""
     parts = [drawn(1001, torch.bfloat16, rank) for rank in range(3)]
     assert not torch.equal(expected(parts, [1.0, 1.0, 1.0]), parts[0] + parts[1] + parts[2])
 
 
-def beside_the_process_group() -> None:
+@SIZES
+@on_ranks("size")
+def test_sums_agree_with_the_process_group(size: int) -> None:
     """Scales that round: what the process group gives, to rounding, and the same on all ranks to the last bit."""
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     carrier, group = transport(), ProcessGroupTransport(dist.distributed_c10d._get_default_group())
     for dtype in DTYPES:
         (buffer,) = carrier.allocate(requests((5003, dtype)))
@@ -88,12 +87,9 @@ def beside_the_process_group() -> None:
 
 
 @SIZES
-def test_sums_agree_with_the_process_group(ranks: Ranks, size: int) -> None:
-    ranks(beside_the_process_group, size)
-
-
-def parts_of_a_buffer() -> None:
-    rank, size = dist.get_rank(), dist.get_world_size()
+@on_ranks("size")
+def test_parts_of_a_buffer(size: int) -> None:
+    rank = dist.get_rank()
     carrier = transport()
     for dtype in (torch.float32, torch.bfloat16, torch.complex64):
         (buffer,) = carrier.allocate(requests((3001, dtype)))
@@ -109,13 +105,10 @@ def parts_of_a_buffer() -> None:
 
 
 @SIZES
-def test_parts_of_a_buffer(ranks: Ranks, size: int) -> None:
-    ranks(parts_of_a_buffer, size)
-
-
-def two_parts_under_way() -> None:
+@on_ranks("size")
+def test_two_parts_of_a_buffer_under_way(size: int) -> None:
     """With scales of their own; the second must not take the first one's for its."""
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     carrier = transport()
     (buffer,) = carrier.allocate(requests((1000, torch.float32)))
     for turn in range(50):
@@ -130,12 +123,9 @@ def two_parts_under_way() -> None:
         assert buffer[500:].eq(2 * total).all()
 
 
-@SIZES
-def test_two_parts_of_a_buffer_under_way(ranks: Ranks, size: int) -> None:
-    ranks(two_parts_under_way, size)
-
-
-def without_data(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+@on_ranks(2)
+def test_a_rank_of_no_weight_may_hold_nan(dtype: torch.dtype) -> None:
     rank = dist.get_rank()
     carrier = transport()
     for silent in range(2):
@@ -145,12 +135,8 @@ def without_data(dtype: torch.dtype) -> None:
         assert buffer.eq(1.5).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
-def test_a_rank_of_no_weight_may_hold_nan(ranks: Ranks, dtype: torch.dtype) -> None:
-    ranks(without_data, 2, dtype)
-
-
-def what_is_not_ours() -> None:
+@on_ranks(2)
+def test_what_is_not_in_shared_memory_is_reduced_too() -> None:
     """Integers have no sums here, and a tensor from elsewhere goes the way of the process group."""
     rank = dist.get_rank()
     carrier = transport()
@@ -163,11 +149,8 @@ def what_is_not_ours() -> None:
         assert buffer.eq(3).all()
 
 
-def test_what_is_not_in_shared_memory_is_reduced_too(ranks: Ranks) -> None:
-    ranks(what_is_not_ours, 2)
-
-
-def one_rank() -> None:
+@on_ranks(1)
+def test_one_rank_alone() -> None:
     memory = SymmetricMemory()
     tensor = memory.allocate((3, 2))
     tensor.mine.fill_(2)
@@ -176,11 +159,8 @@ def one_rank() -> None:
     assert tensor.gather()[0].eq(1).all()
 
 
-def test_one_rank_alone(ranks: Ranks) -> None:
-    ranks(one_rank, 1)
-
-
-def on_another_default_device() -> None:
+@on_ranks(2)
+def test_another_default_device() -> None:
     """A default device is for the user's tensors, not for ours."""
     carrier = transport()
     with torch.device("meta"):
@@ -189,10 +169,6 @@ def on_another_default_device() -> None:
             buffer.fill_(1)
             carrier.reduce(buffer, 1.0).wait()
             assert buffer.tolist() == [2] * 100
-
-
-def test_another_default_device(ranks: Ranks) -> None:
-    ranks(on_another_default_device, 2)
 
 
 # --- races -------------------------------------------------------------------------------------------------
@@ -249,7 +225,8 @@ def test_no_race_is_found(ranks: Ranks, size: int, steps: int) -> None:
     ranks(hunt, size, random.SystemRandom().randrange(1000), steps, limit=60)
 
 
-def in_threads() -> None:
+@on_ranks(2)
+def test_waiting_in_several_threads() -> None:
     """Two threads that both wait must not both add up the same share."""
     rank = dist.get_rank()
     carrier = transport()
@@ -266,14 +243,11 @@ def in_threads() -> None:
         assert all(buffer.eq(2 * turn + 1).all() for buffer in buffers)
 
 
-def test_waiting_in_several_threads(ranks: Ranks) -> None:
-    ranks(in_threads, 2)
-
-
 # --- broadcasts --------------------------------------------------------------------------------------------
 
 
-def broadcasts() -> None:
+@on_ranks(2)
+def test_broadcasts() -> None:
     rank = dist.get_rank()
     carrier = transport()
     for numel in (0, 3, 1000, 400_000):  # the last one is too large for the staging memory
@@ -291,13 +265,11 @@ def broadcasts() -> None:
             assert tensors[3].eq(source + 1).all()
 
 
-def test_broadcasts(ranks: Ranks) -> None:
-    ranks(broadcasts, 2)
-
-
-def one_after_the_other() -> None:
+@SIZES
+@on_ranks("size")
+def test_broadcasts_one_after_the_other(size: int) -> None:
     """The source is ahead of the others, but must not overwrite what they have not read."""
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     alike, own = random.Random(1), random.Random(rank)
     carrier = transport()
     shown = torch.zeros(20_000)
@@ -310,12 +282,8 @@ def one_after_the_other() -> None:
         assert shown.eq(turn).all()
 
 
-@SIZES
-def test_broadcasts_one_after_the_other(ranks: Ranks, size: int) -> None:
-    ranks(one_after_the_other, size)
-
-
-def in_and_out_of_inference_mode() -> None:
+@on_ranks(2)
+def test_in_and_out_of_inference_mode() -> None:
     """Memory that was first looked at in evaluation can be written to in training."""
     carrier = transport()
     shown = torch.zeros(4)
@@ -324,7 +292,3 @@ def in_and_out_of_inference_mode() -> None:
         with torch.inference_mode(inside):
             carrier.broadcast([shown], 0)
         assert shown.eq(5).all()
-
-
-def test_in_and_out_of_inference_mode(ranks: Ranks) -> None:
-    ranks(in_and_out_of_inference_mode, 2)

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 import gradsync
 from gradsync.transport import link
 from tests.ranks.memory import descriptors, links, mapped, requests, train, transport, transport_of
-from tests.ranks.small import FRONTS, build, make, same_everywhere
-from tests.ranks.test_several_replicas import Residual, batch, skipped
-from tests.support.ranks import Ranks
+from tests.ranks.small import FRONTS, assert_gradients, batch, build, gradients_of, make, same_everywhere
+from tests.ranks.test_several_replicas import Residual, skipped
+from tests.support.ranks import Ranks, on_ranks
 
 
 class Dawdling(nn.Module):
@@ -69,7 +69,9 @@ def test_two_runs_give_the_same_bits(ranks: Ranks, dtype: torch.dtype) -> None:
 # --- several replicas, several groups ----------------------------------------------------------------------
 
 
-def over_a_part_of_the_world(front: str) -> None:
+@FRONTS
+@on_ranks(3)
+def test_two_replicas_over_a_part_of_the_world(front: str) -> None:
     """Two replicas over the same part of the world, whose buckets leave in different orders on its ranks."""
     group = dist.new_group([0, 2])
     if dist.get_rank() == 1:
@@ -82,7 +84,7 @@ def over_a_part_of_the_world(front: str) -> None:
     assert transport_of(second).name == "shared_memory"
 
     def loss(a: Any, b: Any, step: int, rank: int) -> Tensor:
-        x, skip = batch(step, rank), skipped(step, rank)
+        x, skip = batch(rank, step).double(), skipped(step, rank)
         out = a(x) + b(x, skip=skip) if rank == 0 else b(x, skip=skip) + a(x)
         return out.square().mean()
 
@@ -93,16 +95,18 @@ def over_a_part_of_the_world(front: str) -> None:
         for part in range(2):
             (loss(oracles[0], oracles[1], step, part) / 2).backward()
         for module, oracle in zip(modules, oracles, strict=True):
-            for found, wanted in zip(module.parameters(), oracle.parameters(), strict=True):
-                torch.testing.assert_close(found.grad, wanted.grad, rtol=1e-12, atol=1e-12)
+            assert_gradients(module, gradients_of(oracle), rtol=1e-12, atol=1e-12)
 
 
-@FRONTS
-def test_two_replicas_over_a_part_of_the_world(ranks: Ranks, front: str) -> None:
-    ranks(over_a_part_of_the_world, 3, front)
+def same_gradients(module: nn.Module, group: Any) -> None:
+    flat = torch.cat([p.grad.reshape(-1) for p in module.parameters() if p.grad is not None])
+    rows = [torch.empty_like(flat) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(rows, flat, group=group)
+    assert all(torch.equal(row, flat) for row in rows)
 
 
-def groups_that_overlap() -> None:
+@on_ranks(4)
+def test_groups_that_overlap() -> None:
     """Each rank in three groups at a time, each with a replica; rounds interleaved."""
     rank = dist.get_rank()
     pairs = [dist.new_group([a, (a + 1) % 4]) for a in range(4)]
@@ -129,31 +133,21 @@ def groups_that_overlap() -> None:
             same_gradients(replicas[a], group)
 
 
-def same_gradients(module: nn.Module, group: Any) -> None:
-    flat = torch.cat([p.grad.reshape(-1) for p in module.parameters() if p.grad is not None])
-    rows = [torch.empty_like(flat) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(rows, flat, group=group)
-    assert all(torch.equal(row, flat) for row in rows)
-
-
-def test_groups_that_overlap(ranks: Ranks) -> None:
-    ranks(groups_that_overlap, 4)
-
-
-def asleep_on_another_link() -> None:
+@on_ranks(3)
+def test_asleep_on_another_link() -> None:
     """Rank 1 waits for rank 0 while rank 2, which can't wake it, will need its share: it sleeps lightly."""
     rank = dist.get_rank()
     groups = [dist.new_group([0, 1]), dist.new_group([1, 2])]
     mine = {n: transport(group=group) for n, group in enumerate(groups) if rank in (n, n + 1)}
     buffers = {n: one.allocate(requests((10, torch.float32)))[0].fill_(1) for n, one in mine.items()}
     naps: list[float] = []
-    look = link.Link._look
+    sleep = link.Link._sleep
 
     def noted(self: link.Link, seconds: float) -> None:
         naps.append(seconds)
-        look(self, seconds)
+        sleep(self, seconds)
 
-    link.Link._look = noted  # type: ignore[method-assign]
+    link.Link._sleep = noted  # type: ignore[method-assign]
     for light in (True, False):
         works: list[Any] = []
         dist.barrier()
@@ -165,37 +159,31 @@ def asleep_on_another_link() -> None:
         if rank != 2:
             mine[0].reduce(buffers[0], 1.0).wait()
         if rank == 1:
-            assert (max(naps) <= link.RESTLESS_NAP) is light
+            assert (max(naps) <= link.POLLING_NAP) is light
         if rank == 2 and light:
             works.append(mine[1].reduce(buffers[1], 1.0))
         for work in works:
             work.wait()
 
 
-def test_asleep_on_another_link(ranks: Ranks) -> None:
-    ranks(asleep_on_another_link, 3)
-
-
-def two_time_limits() -> None:
+@on_ranks(2)
+def test_each_group_has_its_time_limit() -> None:
     """A group has the limit that it was given, also when another one with the same ranks is there."""
     group = dist.new_group([0, 1], timeout=timedelta(seconds=7))
     usual, patient = gradsync.replicate(build()), gradsync.replicate(build(), process_group=group)
     again = gradsync.replicate(build())
-    limits = [transport_of(one)._memory.limit for one in (usual, patient, again)]
+    limits = [transport_of(one)._host.limit for one in (usual, patient, again)]
     assert limits == [limits[0], 7, limits[0]]
     assert limits[0] != 7
-    assert transport_of(usual)._memory is transport_of(again)._memory
+    assert transport_of(usual)._host is transport_of(again)._host
     assert links() == 2
-
-
-def test_each_group_has_its_time_limit(ranks: Ranks) -> None:
-    ranks(two_time_limits, 2)
 
 
 # --- memory is given back ----------------------------------------------------------------------------------
 
 
-def made_and_dropped() -> None:
+@on_ranks(2)
+def test_memory_is_given_back_with_the_model() -> None:
     for _ in range(5):
         module = make("replicate", nn.Sequential(build(), nn.BatchNorm1d(2)))
         train(module)
@@ -204,11 +192,8 @@ def made_and_dropped() -> None:
         assert (mapped(), descriptors(), links()) == (0, 0, 0)
 
 
-def test_memory_is_given_back_with_the_model(ranks: Ranks) -> None:
-    ranks(made_and_dropped, 2)
-
-
-def kept_by_a_gradient() -> None:
+@on_ranks(2)
+def test_a_gradient_outlives_its_model() -> None:
     module = make("replicate", build())
     train(module)
     gradient = next(module.parameters()).grad
@@ -221,11 +206,8 @@ def kept_by_a_gradient() -> None:
     assert (mapped(), descriptors(), links()) == (0, 0, 0)
 
 
-def test_a_gradient_outlives_its_model(ranks: Ranks) -> None:
-    ranks(kept_by_a_gradient, 2)
-
-
-def planned_anew() -> None:
+@on_ranks(2)
+def test_memory_is_given_back_when_a_plan_is_made_anew() -> None:
     module: Any = make("replicate", build())
     train(module)
     before = mapped(), descriptors()
@@ -234,10 +216,6 @@ def planned_anew() -> None:
         train(module, steps=2, first=turn)
     same_everywhere(module)
     assert (mapped(), descriptors()) == before
-
-
-def test_memory_is_given_back_when_a_plan_is_made_anew(ranks: Ranks) -> None:
-    ranks(planned_anew, 2)
 
 
 def a_program_started() -> str:

@@ -14,7 +14,7 @@ from torch.distributed.algorithms.join import Join
 import gradsync
 from gradsync.errors import InvalidOptionError
 from tests.ranks.small import FRONTS, make, same_everywhere
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, on_ranks
 
 
 class Bag(nn.Module):
@@ -36,7 +36,10 @@ def known(step: int) -> Tensor:
     return torch.cat([ids_of(rank, step).flatten() for rank in range(2)])
 
 
-def trained(front: str, options: dict[str, Any]) -> None:
+@FRONTS
+@pytest.mark.parametrize("options", [{}, {"reduce": "sum"}, {"gradient_as_bucket_view": False}])
+@on_ranks(2)
+def test_training_with_known_rows(front: str, options: dict[str, Any]) -> None:
     """As one process, row by row; `.grad` has the rows that were given, also one that nobody used."""
     module: Any = Bag()
     alone = copy.deepcopy(module)
@@ -60,12 +63,6 @@ def trained(front: str, options: dict[str, Any]) -> None:
         assert set(module.second.weight.grad.indices()[0].tolist()) == set(known(step).tolist())
 
 
-@FRONTS
-@pytest.mark.parametrize("options", [{}, {"reduce": "sum"}, {"gradient_as_bucket_view": False}])
-def test_training_with_known_rows(ranks: Ranks, front: str, options: dict[str, Any]) -> None:
-    ranks(trained, 2, front, options)
-
-
 def by_torchs_name() -> list[int]:
     module = nn.Embedding(5, 2, sparse=True)
     ddp = gradsync.DistributedDataParallel(module)
@@ -82,7 +79,10 @@ def test_torchs_name_for_it(ranks: Ranks) -> None:
 # --- ranks that count for nothing, or know nothing -----------------------------------------------------
 
 
-def without_data(front: str, how: str) -> None:
+@FRONTS
+@pytest.mark.parametrize("how", ["join", "uneven"])
+@on_ranks(2)
+def test_ranks_without_data(front: str, how: str) -> None:
     """A rank without data has no rows to bring, and nobody tells it which the others have."""
     module: Any = Bag()
     replica = make(front, module)
@@ -108,12 +108,8 @@ def without_data(front: str, how: str) -> None:
 
 
 @FRONTS
-@pytest.mark.parametrize("how", ["join", "uneven"])
-def test_ranks_without_data(ranks: Ranks, front: str, how: str) -> None:
-    ranks(without_data, 2, front, how)
-
-
-def on_one_rank(front: str) -> None:
+@on_ranks(2)
+def test_rows_known_on_one_rank_only_are_of_no_use_and_do_no_harm(front: str) -> None:
     module: Any = Bag()
     replica = make(front, module)
     if dist.get_rank() == 1:
@@ -125,15 +121,12 @@ def on_one_rank(front: str) -> None:
     assert torch.equal(*gradients)
 
 
-@FRONTS
-def test_rows_known_on_one_rank_only_are_of_no_use_and_do_no_harm(ranks: Ranks, front: str) -> None:
-    ranks(on_one_rank, 2, front)
-
-
 # --- mistakes --------------------------------------------------------------------------------------------
 
 
-def mistaken(front: str) -> None:
+@FRONTS
+@on_ranks(2)
+def test_mistakes(front: str) -> None:
     module: Any = Bag()
     replica = make(front, module)
     rank = dist.get_rank()
@@ -158,8 +151,3 @@ def mistaken(front: str) -> None:
     replica(ids_of(rank, 0)).sum().backward()
     torch.optim.SGD(module.parameters(), lr=0.1).step()
     same_everywhere(module)
-
-
-@FRONTS
-def test_mistakes(ranks: Ranks, front: str) -> None:
-    ranks(mistaken, 2, front)

@@ -10,12 +10,13 @@ import torch
 import torch.distributed as dist
 
 from gradsync.errors import InvalidOptionError, NoProcessGroupError, SharedMemoryError
-from gradsync.transport import SymmetricMemory, link
-from tests.ranks.memory import descriptors, links, mapped
-from tests.support.ranks import Ranks
+from gradsync.transport import SymmetricMemory, handshake
+from tests.ranks.memory import be_on_host, descriptors, links, mapped
+from tests.support.ranks import Ranks, on_ranks
 
 
-def seen_by_all() -> None:
+@on_ranks(3)
+def test_every_rank_sees_all() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     memory = SymmetricMemory()
     assert (memory.rank, memory.size) == (rank, size)
@@ -37,12 +38,10 @@ def seen_by_all() -> None:
             assert tensor.mine.eq(1).all()
 
 
-def test_every_rank_sees_all(ranks: Ranks) -> None:
-    ranks(seen_by_all, 3)
-
-
-def operations() -> None:
-    rank, size = dist.get_rank(), dist.get_world_size()
+@pytest.mark.parametrize("size", [1, 2, 3])
+@on_ranks("size")
+def test_operations(size: int) -> None:
+    rank = dist.get_rank()
     memory = SymmetricMemory()
     tensor = memory.allocate((4, 2), torch.bfloat16)
     for turn in range(20):
@@ -60,12 +59,8 @@ def operations() -> None:
         assert tensor.mine.eq((turn % size + turn) * size * size).all()
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_operations(ranks: Ranks, size: int) -> None:
-    ranks(operations, size)
-
-
-def gathered() -> None:
+@on_ranks(3)
+def test_what_is_gathered_is_a_copy() -> None:
     """Copies: what is written later does not show."""
     tensor = SymmetricMemory().allocate(3)
     for turn in range(50):
@@ -75,11 +70,8 @@ def gathered() -> None:
         assert all(copy.eq(turn).all() for copy in copies)
 
 
-def test_what_is_gathered_is_a_copy(ranks: Ranks) -> None:
-    ranks(gathered, 3)
-
-
-def over_a_part() -> None:
+@on_ranks(3)
+def test_over_a_part_of_the_world() -> None:
     group = dist.new_group([0, 2])
     if dist.get_rank() == 1:
         return
@@ -90,11 +82,8 @@ def over_a_part() -> None:
     assert tensor.mine.eq(2).all()
 
 
-def test_over_a_part_of_the_world(ranks: Ranks) -> None:
-    ranks(over_a_part, 3)
-
-
-def given_back() -> None:
+@on_ranks(2)
+def test_memory_is_given_back() -> None:
     memory = SymmetricMemory()
     tensor = memory.allocate(1000)
     kept = tensor.mine
@@ -109,10 +98,6 @@ def given_back() -> None:
     assert (mapped(), descriptors(), links()) == (0, 0, 0)
 
 
-def test_memory_is_given_back(ranks: Ranks) -> None:
-    ranks(given_back, 2)
-
-
 # --- mistakes ----------------------------------------------------------------------------------------------
 
 
@@ -121,7 +106,8 @@ def test_without_a_process_group() -> None:
         SymmetricMemory()
 
 
-def mistakes() -> None:
+@on_ranks(2)
+def test_mistakes() -> None:
     memory = SymmetricMemory()
     with pytest.raises(TypeError, match=r"not for torch\.int64"):
         memory.allocate(3, torch.int64).reduce()
@@ -136,13 +122,8 @@ def mistakes() -> None:
     assert tensor.mine.eq(2).all()
 
 
-def test_mistakes(ranks: Ranks) -> None:
-    ranks(mistakes, 2)
-
-
 def on_two_hosts() -> None:
-    place = f"host {dist.get_rank() % 2}"
-    link.location = lambda: place
+    be_on_host(dist.get_rank() % 2)
     SymmetricMemory()
 
 
@@ -152,9 +133,9 @@ def test_several_hosts(ranks: Ranks) -> None:
         assert re.search(r"2 hosts: \[\[0, 2\], \[1\]\]; make a group for each", str(outcome.exception))
 
 
-def no_door() -> Any:
+def no_listener() -> Any:
     if dist.get_rank() == 1:
-        link.Door = _closed  # type: ignore[misc, assignment]
+        handshake.Listener = _closed  # type: ignore[misc, assignment]
     SymmetricMemory()
 
 
@@ -163,6 +144,6 @@ def _closed() -> None:
 
 
 def test_a_rank_that_can_not(ranks: Ranks) -> None:
-    for outcome in ranks.outcomes(no_door, 2):
+    for outcome in ranks.outcomes(no_listener, 2):
         assert isinstance(outcome.exception, SharedMemoryError), outcome
         assert "rank 1: could not open a socket: Too many open files" in str(outcome.exception)

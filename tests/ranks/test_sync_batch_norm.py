@@ -14,11 +14,13 @@ from torch.distributed.algorithms.join import Join
 
 import gradsync
 from gradsync.errors import InvalidOptionError, UnsuitableModuleError
-from tests.ranks.small import FRONTS, batch, make, same_everywhere
-from tests.support.ranks import Ranks
+from tests.ranks.small import FRONTS, assert_gradients, batch, gradients_of, make, same_everywhere
+from tests.support.ranks import Ranks, on_ranks
 
 
-def refused(front: str) -> None:
+@FRONTS
+@on_ranks(2)
+def test_refused_on_the_cpu(front: str) -> None:
     module: Any = nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2))
     converted = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(module))
     with pytest.raises(ValueError, match="SyncBatchNorm expected input tensor to be on GPU"):
@@ -30,11 +32,6 @@ def refused(front: str) -> None:
     replica = make(front, module, buffers="average")  # the cure
     replica(batch(dist.get_rank())).sum().backward()
     same_everywhere(module)
-
-
-@FRONTS
-def test_refused_on_the_cpu(ranks: Ranks, front: str) -> None:
-    ranks(refused, 2, front)
 
 
 class Summed(torch.autograd.Function):
@@ -54,7 +51,7 @@ class Summed(torch.autograd.Function):
 
 
 class OnCpu(nn.SyncBatchNorm):
-    """Normalises by the statistics of all ranks, on the CPU; its forward and its backward communicate."""
+    """Normalizes by the statistics of all ranks, on the CPU; its forward and its backward communicate."""
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.training:
@@ -78,7 +75,9 @@ def model(norm: type[nn.Module]) -> Any:
     return nn.Sequential(nn.Linear(4, 3), norm(3), nn.Tanh(), nn.Linear(3, 3), norm(3), nn.Linear(3, 2)).double()
 
 
-def trained(front: str) -> None:
+@FRONTS
+@on_ranks(2)
+def test_a_layer_that_communicates_in_forward_and_backward(front: str) -> None:
     """Its collectives in backward don't get mixed up with ours, which are under way at the same time."""
     module, alone = model(OnCpu), model(Alone)
     replica = make(front, module, bucket_cap_mb=0.00001)
@@ -87,17 +86,11 @@ def trained(front: str) -> None:
         alone.zero_grad()
         replica(batch(dist.get_rank(), step).double()).square().sum().backward()
         (alone(torch.cat([batch(0, step), batch(1, step)]).double()).square().sum() / 2).backward()
-        for found, wanted in zip(module.parameters(), alone.parameters(), strict=True):
-            torch.testing.assert_close(found.grad, wanted.grad)
+        assert_gradients(module, gradients_of(alone))
         with torch.no_grad():
             for parameter in (*module.parameters(), *alone.parameters()):
                 parameter -= 0.01 * parameter.grad
     same_everywhere(module)
-
-
-@FRONTS
-def test_a_layer_that_communicates_in_forward_and_backward(ranks: Ranks, front: str) -> None:
-    ranks(trained, 2, front)
 
 
 def to_the_end(replica: Any, batches: list[Tensor]) -> None:
@@ -106,7 +99,9 @@ def to_the_end(replica: Any, batches: list[Tensor]) -> None:
             replica(x).sum().backward()
 
 
-def joined(front: str) -> None:
+@FRONTS
+@on_ranks(2)
+def test_uneven_inputs(front: str) -> None:
     module = model(OnCpu)
     replica = make(front, module)
     with pytest.raises(InvalidOptionError, match=r"SyncBatchNorm.*throw_on_early_termination=True.*gradsync\.uneven"):
@@ -118,11 +113,6 @@ def joined(front: str) -> None:
     for x in gradsync.uneven(batches, replica):
         replica(x).sum().backward()
     same_everywhere(module)
-
-
-@FRONTS
-def test_uneven_inputs(ranks: Ranks, front: str) -> None:
-    ranks(joined, 2, front)
 
 
 def logged() -> list[int]:

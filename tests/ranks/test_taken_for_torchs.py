@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_st
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 import gradsync
-from tests.support.ranks import Ranks
+from tests.support.ranks import on_ranks
 
 OURS, TORCHS = gradsync.DistributedDataParallel, nn.parallel.DistributedDataParallel
 
@@ -37,7 +37,8 @@ def test_a_subclass_of_torchs() -> None:
     assert not issubclass(nn.Linear, TORCHS)
 
 
-def unwrapped() -> None:
+@on_ranks(2)
+def test_state_dicts_have_no_prefix() -> None:
     wrapper = OURS(model(0))
     assert isinstance(wrapper, TORCHS)
     assert isinstance(copy.deepcopy(wrapper), TORCHS)
@@ -46,11 +47,13 @@ def unwrapped() -> None:
     assert list(get_model_state_dict(inside)) == [f"a.{name}" for name in model(0).state_dict()]
 
 
-def test_state_dicts_have_no_prefix(ranks: Ranks) -> None:
-    ranks(unwrapped, 2)
-
-
-def saved_and_loaded(saver: str, loader: str, folder: str) -> None:
+@pytest.mark.filterwarnings("ignore")  # of torch's checkpointing
+@pytest.mark.parametrize(
+    ("saver", "loader"),
+    [("ours", "ours"), ("ours", "torch's"), ("torch's", "ours"), ("ours", "plain"), ("replicate", "ours")],
+)
+@on_ranks(2, limit=60)
+def test_checkpoints_fit_both(tmp_path: Path, saver: str, loader: str) -> None:
     """A checkpoint of one class is loaded into the other one, which then trains as the first would."""
     makers: dict[str, Any] = {"ours": OURS, "torch's": TORCHS, "replicate": gradsync.replicate, "plain": lambda m: m}
     first = makers[saver](model(0))
@@ -59,12 +62,12 @@ def saved_and_loaded(saver: str, loader: str, folder: str) -> None:
     for _ in range(3):
         step(first, optimizer)
     weights, state = get_state_dict(first, optimizer)
-    state_dict_saver.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
+    state_dict_saver.save({"model": weights, "optimizer": state}, checkpoint_id=tmp_path)
     second = makers[loader](model(1))
     other = torch.optim.AdamW(second.parameters(), lr=0.1)
     step(second, other)  # there is a state to load into
     weights, state = get_state_dict(second, other)
-    state_dict_loader.load({"model": weights, "optimizer": state}, checkpoint_id=folder)
+    state_dict_loader.load({"model": weights, "optimizer": state}, checkpoint_id=tmp_path)
     set_state_dict(second, other, model_state_dict=weights, optim_state_dict=state)
     for one, its in ((first, optimizer), (second, other)):
         torch.manual_seed(8)
@@ -73,16 +76,11 @@ def saved_and_loaded(saver: str, loader: str, folder: str) -> None:
         torch.testing.assert_close(found, wanted)
 
 
-@pytest.mark.filterwarnings("ignore")  # of torch's checkpointing
-@pytest.mark.parametrize(
-    ("saver", "loader"),
-    [("ours", "ours"), ("ours", "torch's"), ("torch's", "ours"), ("ours", "plain"), ("replicate", "ours")],
-)
-def test_checkpoints_fit_both(ranks: Ranks, tmp_path: Path, saver: str, loader: str) -> None:
-    ranks(saved_and_loaded, 2, saver, loader, str(tmp_path), limit=60)
-
-
-def pipeline(schedule: str, transport: str) -> None:
+@pytest.mark.filterwarnings("ignore")  # of torch's pipelining
+@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@on_ranks(4, limit=60)
+def test_a_stage_of_a_pipeline(schedule: str, transport: str) -> None:
     """Two stages of two replicas each: rank 0 and 1 have the first stage, 2 and 3 the second."""
     rank = dist.get_rank()
     stage, replica = divmod(rank, 2)
@@ -113,10 +111,3 @@ def pipeline(schedule: str, transport: str) -> None:
             torch.testing.assert_close(found.grad, wanted.grad)
     # micro-batches accumulate: only the last one's backward is a round
     assert gradsync.statistics(wrapper).rounds == 3
-
-
-@pytest.mark.filterwarnings("ignore")  # of torch's pipelining
-@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_a_stage_of_a_pipeline(ranks: Ranks, schedule: str, transport: str) -> None:
-    ranks(pipeline, 4, schedule, transport, limit=60)

@@ -8,7 +8,6 @@ import os
 import random
 import signal
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 import gradsync
-from gradsync.engine.touched_rows import touched_rows
+from gradsync.engine.row_bucket import touched_rows
 from gradsync.errors import ReplicaLostError, RoundTimeoutError
 from gradsync.replica import engine_of
 from gradsync.transport.row_sum import RowSum
 from tests.ranks.memory import same_on_all
-from tests.ranks.small import FRONTS
-from tests.support.ranks import Ranks
+from tests.ranks.small import FRONTS, short_group
+from tests.support.ranks import Ranks, on_ranks
 
 WORDS, WIDTH = 8192, 64  # 2 MiB
 
@@ -118,7 +117,7 @@ def random_training(front: str, seed: int, options: dict[str, Any]) -> list[bool
         assert_as_one_process(module, oracle)
         for one in (module, oracle):
             change(one, step, random.Random(seed + step))
-    assert any(bucket.by_rows for bucket in engine_of(replica).reducer.plan.buckets)  # type: ignore[union-attr]
+    assert any(bucket.by_rows for bucket in engine_of(replica).reducer.group.plan.buckets)  # type: ignore[union-attr]
     return seen
 
 
@@ -159,21 +158,8 @@ def test_with_and_without_views(ranks: Ranks, as_view: bool) -> None:
 
 def by_rows(module: nn.Module) -> list[str]:
     reducer = engine_of(module).reducer
-    assert reducer.plan is not None
-    return [reducer.specs[b.places[0].index].name for b in reducer.plan.buckets if b.by_rows]
-
-
-def no_memory_for_the_whole() -> None:
-    """The gradient stays where autograd made it; of the bucket only a few pages become real, until it is needed."""
-    module = build()
-    replica = gradsync.replicate(module)
-    pages = []
-    for step, kind in enumerate(["few", "few", "many"]):
-        module.zero_grad()
-        loss(replica, kind, step).backward()
-        pages.append(real_memory())
-    assert pages[0] == pages[1]
-    assert pages[2] - pages[1] > 2 * 0.9 * module.table.weight.nbytes  # of both ranks
+    assert reducer.group.plan is not None
+    return [reducer.group.specs[b.places[0].index].name for b in reducer.group.plan.buckets if b.by_rows]
 
 
 def real_memory() -> int:
@@ -189,11 +175,22 @@ def real_memory() -> int:
     return sum(found.values())
 
 
-def test_no_memory_for_the_whole(ranks: Ranks) -> None:
-    ranks(no_memory_for_the_whole, 2)
+@on_ranks(2)
+def test_no_memory_for_the_whole() -> None:
+    """The gradient stays where autograd made it; of the bucket only a few pages become real, until it is needed."""
+    module = build()
+    replica = gradsync.replicate(module)
+    pages = []
+    for step, kind in enumerate(["few", "few", "many"]):
+        module.zero_grad()
+        loss(replica, kind, step).backward()
+        pages.append(real_memory())
+    assert pages[0] == pages[1]
+    assert pages[2] - pages[1] > 2 * 0.9 * module.table.weight.nbytes  # of both ranks
 
 
-def weights_and_absence() -> None:
+@on_ranks(2)
+def test_weights() -> None:
     module = build()
     oracle = copy.deepcopy(module)
     replica = gradsync.replicate(module)
@@ -213,11 +210,8 @@ def weights_and_absence() -> None:
     assert seen == [True] * 6
 
 
-def test_weights(ranks: Ranks) -> None:
-    ranks(weights_and_absence, 2)
-
-
-def sums() -> None:
+@on_ranks(2)
+def test_sums() -> None:
     module = build()
     oracle = copy.deepcopy(module)
     replica = gradsync.replicate(module, reduce="sum")
@@ -229,11 +223,8 @@ def sums() -> None:
     assert by_rows(module) == ["table.weight"]
 
 
-def test_sums(ranks: Ranks) -> None:
-    ranks(sums, 2)
-
-
-def nobody_uses_it() -> None:
+@on_ranks(2)
+def test_nobody_uses_it() -> None:
     module = build()
     replica = gradsync.replicate(module)
     loss(replica, "few", dist.get_rank()).backward()
@@ -248,11 +239,8 @@ def nobody_uses_it() -> None:
     assert by_rows(replica) == ["table.weight"]
 
 
-def test_nobody_uses_it(ranks: Ranks) -> None:
-    ranks(nobody_uses_it, 2)
-
-
-def not_a_number() -> None:
+@on_ranks(2)
+def test_not_a_number() -> None:
     module = build()
     replica = gradsync.replicate(module)
     loss(replica, "few", dist.get_rank()).backward()
@@ -267,11 +255,8 @@ def not_a_number() -> None:
     assert by_rows(replica) == ["table.weight"]
 
 
-def test_not_a_number(ranks: Ranks) -> None:
-    ranks(not_a_number, 2)
-
-
-def whole_gradients() -> None:
+@on_ranks(2)
+def test_whole_gradients() -> None:
     """A tied table has a gradient in every row: it goes the usual way from the beginning."""
     module = build(tied=True)
     oracle = copy.deepcopy(module)
@@ -286,11 +271,8 @@ def whole_gradients() -> None:
     assert by_rows(module) == []
 
 
-def test_whole_gradients(ranks: Ranks) -> None:
-    ranks(whole_gradients, 2)
-
-
-def a_hook_sees_the_whole() -> None:
+@on_ranks(2)
+def test_a_hook_sees_the_whole() -> None:
     module = build()
     oracle = copy.deepcopy(module)
     replica = gradsync.DistributedDataParallel(module)
@@ -315,11 +297,9 @@ def a_hook_sees_the_whole() -> None:
     assert by_rows(replica) == []
 
 
-def test_a_hook_sees_the_whole(ranks: Ranks) -> None:
-    ranks(a_hook_sees_the_whole, 2)
-
-
-def over_a_mesh(policy: bool) -> None:
+@pytest.mark.parametrize("policy", [False, True])
+@on_ranks(2)
+def test_over_a_mesh(policy: bool) -> None:
     """Registered parameters are DTensors there, and with a policy others are computed with."""
     module = build()
     oracle = copy.deepcopy(module)
@@ -341,12 +321,8 @@ def over_a_mesh(policy: bool) -> None:
     assert by_rows(replica) == ["table.weight"]
 
 
-@pytest.mark.parametrize("policy", [False, True])
-def test_over_a_mesh(ranks: Ranks, policy: bool) -> None:
-    ranks(over_a_mesh, 2, policy)
-
-
-def laid_out_otherwise() -> None:
+@on_ranks(2)
+def test_laid_out_otherwise() -> None:
     """Gradients that somebody put there: by columns, or sparse."""
     module = build()
     replica = gradsync.replicate(module)
@@ -367,10 +343,6 @@ def laid_out_otherwise() -> None:
         torch.testing.assert_close(weight.grad.to_dense(), expected / 2)
 
 
-def test_laid_out_otherwise(ranks: Ranks) -> None:
-    ranks(laid_out_otherwise, 2)
-
-
 class Shifted(nn.Module):
     """A table that is used through a view, together with something else: autograd keeps one gradient for both."""
 
@@ -385,7 +357,10 @@ class Shifted(nn.Module):
         return F.embedding(words, (shift + self.table.view(WORDS, 1, WIDTH)).view(WORDS, WIDTH))
 
 
-def shared_gradients(large: bool, reduce: str) -> None:
+@pytest.mark.parametrize("reduce", ["mean", "sum"])
+@pytest.mark.parametrize("large", [False, True])
+@on_ranks(2)
+def test_shared_gradients(large: bool, reduce: str) -> None:
     torch.manual_seed(0)
     module = Shifted(large)
     oracle = copy.deepcopy(module)
@@ -400,13 +375,8 @@ def shared_gradients(large: bool, reduce: str) -> None:
     assert "table" in by_rows(replica)
 
 
-@pytest.mark.parametrize("reduce", ["mean", "sum"])
-@pytest.mark.parametrize("large", [False, True])
-def test_shared_gradients(ranks: Ranks, large: bool, reduce: str) -> None:
-    ranks(shared_gradients, 2, large, reduce)
-
-
-def seen_by_one_rank() -> None:
+@on_ranks(2)
+def test_seen_by_one_rank() -> None:
     """`set_all_reduce_hook` on one rank, for a look at the gradients, and the other one slow at first."""
     module = build()
     replica: Any = gradsync.replicate(module)
@@ -432,21 +402,14 @@ def seen_by_one_rank() -> None:
     assert sizes.count(WORDS * WIDTH) == (2 if dist.get_rank() == 0 else 0)
 
 
-def test_seen_by_one_rank(ranks: Ranks) -> None:
-    ranks(seen_by_one_rank, 2)
-
-
-def zero_at_first() -> None:
+@on_ranks(2)
+def test_zero_at_first() -> None:
     """A gradient that is zero in the first round, as below a last layer that begins with zeros, says nothing."""
     module = build()
     nn.init.zeros_(module.head.weight)
     replica = gradsync.replicate(module)
     loss(replica, "few", dist.get_rank()).backward()
     assert by_rows(replica) == []
-
-
-def test_zero_at_first(ranks: Ranks) -> None:
-    ranks(zero_at_first, 2)
 
 
 def back_to_rows() -> list[bool]:
@@ -464,7 +427,8 @@ def test_back_to_rows(ranks: Ranks) -> None:
     assert ranks(back_to_rows, 2) == [[True, False, True, True]] * 2
 
 
-def negative_zeros() -> None:
+@on_ranks(2)
+def test_negative_zeros() -> None:
     """Equal to the bit also where a rank has -0.0."""
     module = build()
     replica = gradsync.replicate(module)
@@ -480,10 +444,6 @@ def negative_zeros() -> None:
     replica.synchronize_gradients()
     assert module.table.weight.grad is not None
     same_on_all(module.table.weight.grad)
-
-
-def test_negative_zeros(ranks: Ranks) -> None:
-    ranks(negative_zeros, 2)
 
 
 def killed_while_adding(doomed: int) -> None:
@@ -508,7 +468,7 @@ def test_killed_while_adding(ranks: Ranks, doomed: int) -> None:
 def stuck_before_the_whole() -> None:
     """Rank 0 sends the whole; rank 1, which sent rows, does not come to send it too."""
     module = build()
-    replica = gradsync.replicate(module, process_group=dist.new_group(timeout=timedelta(seconds=1)))
+    replica = gradsync.replicate(module, process_group=short_group(1))
     loss(replica, "few", dist.get_rank()).backward()
     if dist.get_rank() == 1:
         RowSum._write_whole = lambda *_: time.sleep(4)  # type: ignore[method-assign]

@@ -13,8 +13,18 @@ from torch import Tensor, func, nn
 from torch.autograd import forward_ad, functional
 
 import gradsync
-from tests.ranks.small import FRONTS, TRANSPORTS, batch, build, make, mean_gradients, same_everywhere
-from tests.support.ranks import Ranks
+from tests.ranks.small import (
+    FRONTS,
+    TRANSPORTS,
+    assert_gradients,
+    backward,
+    batch,
+    build,
+    make,
+    mean_gradients,
+    same_everywhere,
+)
+from tests.support.ranks import on_ranks
 
 Transform = Callable[[nn.Module, Tensor], Any]
 Values = dict[str, Tensor]
@@ -174,9 +184,8 @@ def train(replica: Any, module: nn.Module, steps: range) -> None:
     for step in steps:
         optimizer.zero_grad()
         wanted = mean_gradients(module, step)
-        replica(batch(dist.get_rank(), step)).square().mean().backward()
-        for parameter, expected in zip(module.parameters(), wanted, strict=True):
-            torch.testing.assert_close(parameter.grad, expected)
+        backward(replica, step)
+        assert_gradients(module, wanted)
         optimizer.step()
     same_everywhere(module)
 
@@ -199,13 +208,17 @@ class Counted:
         self._reducer = replica._engine.reducer
 
     def __enter__(self) -> None:
-        self._before = self._reducer._launches, self._reducer.rounds
+        self._before = self._reducer.lockstep.launches, self._reducer.rounds
 
     def __exit__(self, *_: object) -> None:
-        assert (self._reducer._launches, self._reducer.rounds) == self._before
+        assert (self._reducer.lockstep.launches, self._reducer.rounds) == self._before
 
 
-def by_one_rank(front: str, transport: str) -> None:
+@FRONTS
+@TRANSPORTS
+@pytest.mark.filterwarnings("ignore:.*get_attr Node with no underlying reference:UserWarning")  # torch's own linearize
+@on_ranks(2)
+def test_one_rank_may_transform_alone(front: str, transport: str) -> None:
     """In front of the first round, and between two: right, without the other rank, and without a trace."""
     for transform in TRANSFORMS:
         module = build()
@@ -228,12 +241,8 @@ def by_one_rank(front: str, transport: str) -> None:
 
 @FRONTS
 @TRANSPORTS
-@pytest.mark.filterwarnings("ignore:.*get_attr Node with no underlying reference:UserWarning")  # torch's own linearize
-def test_one_rank_may_transform_alone(ranks: Ranks, front: str, transport: str) -> None:
-    ranks(by_one_rank, 2, front, transport)
-
-
-def trained_through(front: str, transport: str) -> None:
+@on_ranks(2)
+def test_training_through_a_transform(front: str, transport: str) -> None:
     """A backward after `vmap`, or through `functional_call` with the module's own parameters, is a round."""
     module = build()
     replica = make(front, module, transport=transport, verify="every")
@@ -247,13 +256,6 @@ def trained_through(front: str, transport: str) -> None:
         optimizer.zero_grad()
         wanted = mean_gradients(module, step)
         ways[step % 3](batch(dist.get_rank(), step)).square().mean().backward()
-        for parameter, expected in zip(module.parameters(), wanted, strict=True):
-            torch.testing.assert_close(parameter.grad, expected)
+        assert_gradients(module, wanted)
         optimizer.step()
     same_everywhere(module)
-
-
-@FRONTS
-@TRANSPORTS
-def test_training_through_a_transform(ranks: Ranks, front: str, transport: str) -> None:
-    ranks(trained_through, 2, front, transport)

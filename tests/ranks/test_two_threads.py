@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import gradsync
 from tests.ranks.small import FRONTS, TRANSPORTS, make, same_everywhere
-from tests.support.ranks import Ranks
+from tests.support.ranks import on_ranks
 
 WIDTHS = [(6, 6), (8, 5), (6, 6), (5, 8), (6, 6)]  # of the two models; equal shapes are easily mixed up
 STEPS = 6
@@ -42,7 +42,10 @@ def train(replica: Any, number: int, hurry: random.Random | None = None) -> None
         optimizer.step()
 
 
-def side_by_side(front: str, transport: str) -> None:
+@FRONTS
+@TRANSPORTS
+@on_ranks(2)
+def test_two_models_in_two_threads(front: str, transport: str) -> None:
     """All replicas are made in the main thread."""
     torch.manual_seed(0)
     for repetition, widths in enumerate(WIDTHS):
@@ -64,9 +67,3 @@ def side_by_side(front: str, transport: str) -> None:
             torch.testing.assert_close(found.state_dict(), wanted.state_dict(), rtol=1e-12, atol=1e-12)
             same_everywhere(found)
         assert all(gradsync.statistics(replica).overlapped_buckets > 1 for replica in together)
-
-
-@FRONTS
-@TRANSPORTS
-def test_two_models_in_two_threads(ranks: Ranks, front: str, transport: str) -> None:
-    ranks(side_by_side, 2, front, transport)

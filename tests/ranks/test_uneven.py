@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import gradsync
-from tests.ranks.small import FRONTS, batch, build, make, mean_gradients, same_everywhere
-from tests.support.ranks import Ranks
+from tests.ranks.small import FRONTS, assert_gradients, backward, build, make, mean_gradients, same_everywhere
+from tests.support.ranks import Ranks, on_ranks
 
 # --- uneven inputs, without a context -----------------------------------------------------------------
 
@@ -98,7 +98,9 @@ def test_a_rank_without_a_single_batch(ranks: Ranks) -> None:
 # --- other groups ------------------------------------------------------------------------------------
 
 
-def another_group(front: str) -> None:
+@FRONTS
+@on_ranks(3)
+def test_changing_groups_between_rounds(front: str) -> None:
     module = nn.Sequential(*build(), nn.BatchNorm1d(2))
     replica = make(front, module)
     world = dist.group.WORLD
@@ -109,23 +111,18 @@ def another_group(front: str) -> None:
             replica.change_process_group(group)
             for _ in range(2):
                 module.zero_grad()
-                replica(batch(rank)).square().mean().backward()
+                backward(replica)
             wanted = mean_gradients(module, parts=members)
-            for parameter, gradient in zip(module.parameters(), wanted, strict=True):
-                torch.testing.assert_close(parameter.grad, gradient)
+            assert_gradients(module, wanted)
             same_everywhere(module, group)  # buffers are, too
         dist.barrier()
 
 
-@FRONTS
-def test_changing_groups_between_rounds(ranks: Ranks, front: str) -> None:
-    ranks(another_group, 3, front)
-
-
-def by_torchs_name() -> None:
+@on_ranks(3)
+def test_changing_groups_by_torchs_name() -> None:
     module = build()
     ddp = gradsync.DistributedDataParallel(module)
-    ddp(batch(dist.get_rank())).square().mean().backward()
+    backward(ddp)
     pair = dist.new_group([0, 1])
     ddp._update_process_group(pair)
     module.zero_grad()
@@ -133,15 +130,9 @@ def by_torchs_name() -> None:
         assert ddp.process_group is pair
         for _ in range(2):
             module.zero_grad()
-            ddp(batch(dist.get_rank())).square().mean().backward()
-        for parameter, gradient in zip(module.parameters(), mean_gradients(module), strict=True):
-            torch.testing.assert_close(parameter.grad, gradient)
+            backward(ddp)
+        assert_gradients(module, mean_gradients(module))
     ddp._update_process_group(dist.group.WORLD)  # type: ignore[arg-type]
     module.zero_grad()
-    ddp(batch(dist.get_rank())).square().mean().backward()
-    for parameter, gradient in zip(module.parameters(), mean_gradients(module, parts=range(3)), strict=True):
-        torch.testing.assert_close(parameter.grad, gradient)
-
-
-def test_changing_groups_by_torchs_name(ranks: Ranks) -> None:
-    ranks(by_torchs_name, 3)
+    backward(ddp)
+    assert_gradients(module, mean_gradients(module, parts=range(3)))

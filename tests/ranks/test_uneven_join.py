@@ -17,8 +17,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import gradsync
 from gradsync.errors import InvalidOptionError
-from tests.ranks.small import FRONTS, TRANSPORTS, batch, build, make, same_everywhere
-from tests.support.ranks import Ranks
+from tests.ranks.small import FRONTS, TRANSPORTS, backward, batch, build, make, same_everywhere
+from tests.support.ranks import Ranks, on_ranks
 
 
 def descend(module: nn.Module) -> None:
@@ -29,7 +29,12 @@ def descend(module: nn.Module) -> None:
                 parameter.sub_(0.05 * parameter.grad)
 
 
-def joined(front: str, initial: bool, hook: bool, with_zero: bool) -> None:
+@FRONTS
+@pytest.mark.parametrize("with_zero", [False, True])
+@pytest.mark.parametrize("hook", [False, True])
+@pytest.mark.parametrize("initial", [True, False])
+@on_ranks(2)
+def test_join(front: str, initial: bool, hook: bool, with_zero: bool) -> None:
     """Against one process that takes the same steps on the batches that are left."""
     module: Any = nn.Sequential(build(), nn.BatchNorm1d(2))
     alone: Any = copy.deepcopy(module)
@@ -60,19 +65,11 @@ def joined(front: str, initial: bool, hook: bool, with_zero: bool) -> None:
 
     # The next context starts afresh; and outside of any, a forward is a forward.
     with Join(joinables):
-        replica(batch(dist.get_rank())).square().mean().backward()
+        backward(replica)
         optimizer.step()
     same_everywhere(module)
     if dist.get_rank() == 0:
         replica(batch(0))
-
-
-@FRONTS
-@pytest.mark.parametrize("with_zero", [False, True])
-@pytest.mark.parametrize("hook", [False, True])
-@pytest.mark.parametrize("initial", [True, False])
-def test_join(ranks: Ranks, front: str, initial: bool, hook: bool, with_zero: bool) -> None:
-    ranks(joined, 2, front, initial, hook, with_zero)
 
 
 def divided(front: str, initial: bool) -> list[float]:
@@ -118,18 +115,15 @@ def test_early_termination(ranks: Ranks, front: str) -> None:
     assert (one, other) == (1.5, 1.5)
 
 
-def switched_off(front: str) -> None:
+@FRONTS
+@on_ranks(2)
+def test_a_context_that_is_switched_off(front: str) -> None:
     replica = make(front, build())
     with Join([replica], enable=False):
         replica(batch(dist.get_rank())).sum().backward()
         if dist.get_rank() == 0:
             replica(batch(0))
     assert not replica._join_config.enable
-
-
-@FRONTS
-def test_a_context_that_is_switched_off(ranks: Ranks, front: str) -> None:
-    ranks(switched_off, 2, front)
 
 
 # --- what a step may look like -------------------------------------------------------------------------
@@ -222,7 +216,10 @@ STEPS = [
 ]
 
 
-def stepped(front: str, step: Any) -> None:
+@FRONTS
+@pytest.mark.parametrize("step", STEPS)
+@on_ranks(2)
+def test_steps_of_every_kind(front: str, step: Any) -> None:
     torch.manual_seed(0)
     module = Parts()
     alone = copy.deepcopy(module)
@@ -248,12 +245,6 @@ def stepped(front: str, step: Any) -> None:
     for found, wanted in zip(module.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(found, wanted)
     assert module.steps >= 3  # those of the rank that went on, not of the one that stopped
-
-
-@FRONTS
-@pytest.mark.parametrize("step", STEPS)
-def test_steps_of_every_kind(ranks: Ranks, front: str, step: Any) -> None:
-    ranks(stepped, 2, front, step)
 
 
 def kept(front: str, transport: str, how: str) -> list[float]:
@@ -286,7 +277,9 @@ def test_gradients_that_are_kept(ranks: Ranks, front: str, transport: str, how: 
     assert ranks(kept, 2, front, transport, how) == [seen[:1], seen]
 
 
-def in_backward(front: str) -> None:
+@FRONTS
+@on_ranks(2)
+def test_an_optimizer_in_backward(front: str) -> None:
     module, alone = build(), build()
     replica = make(front, module)
     gradsync.overlap_optimizer(replica, torch.optim.SGD(module.parameters(), lr=0.05))
@@ -304,15 +297,12 @@ def in_backward(front: str) -> None:
         torch.testing.assert_close(found, wanted)
 
 
-@FRONTS
-def test_an_optimizer_in_backward(ranks: Ranks, front: str) -> None:
-    ranks(in_backward, 2, front)
-
-
 # --- several members -----------------------------------------------------------------------------------
 
 
-def several(front: str) -> None:
+@FRONTS
+@on_ranks(2)
+def test_several_members(front: str) -> None:
     modules = [build(), nn.Linear(4, 1)]
     replicas = [make(front, module) for module in modules]
     optimizer: Any = ZeroRedundancyOptimizer(
@@ -322,15 +312,10 @@ def several(front: str) -> None:
         for step in range(2 + dist.get_rank()):
             optimizer.zero_grad()
             for replica in replicas:
-                replica(batch(dist.get_rank(), step)).square().mean().backward()
+                backward(replica, step)
             optimizer.step()
     for module in modules:
         same_everywhere(module)
-
-
-@FRONTS
-def test_several_members(ranks: Ranks, front: str) -> None:
-    ranks(several, 2, front)
 
 
 def entangled(front: str) -> None:
@@ -346,7 +331,9 @@ def test_two_replicas_in_one_backward_are_refused(ranks: Ranks, front: str) -> N
         assert "run each one's forward and backward in turn" in str(outcome.exception)
 
 
-def after_an_exception(front: str) -> None:
+@FRONTS
+@on_ranks(2)
+def test_another_context_after_an_exception(front: str) -> None:
     """On all ranks alike, between a forward and its backward; another replica's context is not held up by it."""
     first, second = make(front, build()), make(front, nn.Linear(4, 1))
     with pytest.raises(ZeroDivisionError), Join([first]):
@@ -354,11 +341,6 @@ def after_an_exception(front: str) -> None:
     with Join([second]):
         second(batch(dist.get_rank())).sum().backward()
     same_everywhere(second)
-
-
-@FRONTS
-def test_another_context_after_an_exception(ranks: Ranks, front: str) -> None:
-    ranks(after_an_exception, 2, front)
 
 
 # --- what is particular to `replicate` -----------------------------------------------------------------
@@ -372,7 +354,8 @@ class WithMeta(nn.Linear, metaclass=Meta):
     pass
 
 
-def leaves_no_trace() -> None:
+@on_ranks(2)
+def test_join_leaves_no_trace() -> None:
     module: Any = gradsync.replicate(WithMeta(4, 2))
     assert issubclass(type(module), Joinable)
     names = sorted(module.__dict__)
@@ -388,11 +371,8 @@ def leaves_no_trace() -> None:
     assert sorted(module.__dict__) == names
 
 
-def test_join_leaves_no_trace(ranks: Ranks) -> None:
-    ranks(leaves_no_trace, 2)
-
-
-def a_list() -> None:
+@on_ranks(2)
+def test_modules_that_were_replicated_together() -> None:
     first: Any = nn.Linear(4, 4)
     second: Any = nn.Linear(4, 2)
     gradsync.replicate([first, second])
@@ -405,11 +385,8 @@ def a_list() -> None:
     same_everywhere(second)
 
 
-def test_modules_that_were_replicated_together(ranks: Ranks) -> None:
-    ranks(a_list, 2)
-
-
-def nested() -> None:
+@on_ranks(2)
+def test_replicas_inside_are_refused() -> None:
     module: Any = build()
     gradsync.replicate(module[0])
     gradsync.replicate(module)
@@ -417,11 +394,8 @@ def nested() -> None:
         Join([module])
 
 
-def test_replicas_inside_are_refused(ranks: Ranks) -> None:
-    ranks(nested, 2)
-
-
-def over_a_mesh() -> None:
+@on_ranks(2)
+def test_over_a_mesh_in_low_precision() -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     module: Any = build()
     policy = gradsync.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -433,7 +407,3 @@ def over_a_mesh() -> None:
             module(batch(dist.get_rank(), step)).sum().backward()
             optimizer.step()
     same_everywhere(module)
-
-
-def test_over_a_mesh_in_low_precision(ranks: Ranks) -> None:
-    ranks(over_a_mesh, 2)

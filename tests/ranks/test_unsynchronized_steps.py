@@ -1,4 +1,4 @@
-"""Steps on gradients that were never synchronised, and on parameters that nobody synchronises."""
+"""Steps on gradients that were never synchronized, and on parameters that nobody synchronizes."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from torch.func import functional_call
 
 import gradsync
 from gradsync.errors import UnsynchronizedStepError
-from tests.ranks.small import FRONTS, TRANSPORTS, batch, build, make, same_everywhere
-from tests.support.ranks import Ranks
+from tests.ranks.small import FRONTS, TRANSPORTS, assert_gradients, backward, batch, build, make, same_everywhere
+from tests.support.ranks import Ranks, on_ranks
 
 Optimizer = torch.optim.Optimizer
 
@@ -82,13 +82,6 @@ def take_step(optimizer: Optimizer, closure: Callable[[], Tensor], keyword: bool
     return optimizer.step(closure=closure) if keyword else optimizer.step(closure)  # type: ignore[arg-type]
 
 
-def local_closures(front: str, transport: str) -> None:
-    for kind in OPTIMIZERS:
-        for keyword in (False, True):
-            with noted(f"{kind}, keyword={keyword}"):
-                local_closure(front, transport, kind, keyword)
-
-
 def local_closure(front: str, transport: str, kind: str, keyword: bool) -> None:
     replica, module, _ = pair(front, transport)
     optimizer = OPTIMIZERS[kind](module.parameters())
@@ -115,11 +108,19 @@ def local_closure(front: str, transport: str, kind: str, keyword: bool) -> None:
 
 @FRONTS
 @TRANSPORTS
-def test_a_closure_that_does_not_synchronise(ranks: Ranks, front: str, transport: str) -> None:
-    ranks(local_closures, 2, front, transport)
+@on_ranks(2)
+def test_a_closure_that_does_not_synchronize(front: str, transport: str) -> None:
+    for kind in OPTIMIZERS:
+        for keyword in (False, True):
+            with noted(f"{kind}, keyword={keyword}"):
+                local_closure(front, transport, kind, keyword)
 
 
-def accumulated_before(front: str, transport: str, keyword: bool) -> None:
+@FRONTS
+@TRANSPORTS
+@CLOSURES
+@on_ranks(2)
+def test_accumulation_that_ends_in_a_closure(front: str, transport: str, keyword: bool) -> None:
     """The last backward is inside the closure; what came before it was left for that one."""
     replica, module, alone = pair(front, transport)
     optimizer, expected = OPTIMIZERS["sgd"](module.parameters()), OPTIMIZERS["sgd"](alone.parameters())
@@ -149,12 +150,9 @@ def accumulated_before(front: str, transport: str, keyword: bool) -> None:
 
 @FRONTS
 @TRANSPORTS
-@CLOSURES
-def test_accumulation_that_ends_in_a_closure(ranks: Ranks, front: str, transport: str, keyword: bool) -> None:
-    ranks(accumulated_before, 2, front, transport, keyword)
-
-
-def accumulated_inside(front: str, transport: str, kind: str, keyword: bool) -> None:
+@KINDS
+@on_ranks(2)
+def test_accumulation_inside_a_closure(front: str, transport: str, kind: str) -> None:
     """A closure that is called several times, and each time accumulates first. It begins with a dirty gradient."""
     replica, module, alone = pair(front, transport)
     optimizer, expected = OPTIMIZERS[kind](module.parameters()), OPTIMIZERS[kind](alone.parameters())
@@ -181,20 +179,15 @@ def accumulated_inside(front: str, transport: str, kind: str, keyword: bool) -> 
             both.backward()
             return both.detach()
 
-        take_step(optimizer, closure, keyword)
+        take_step(optimizer, closure, keyword=kind != "sgd")
         expected.step(in_one_process)  # type: ignore[arg-type]
         assert_close(module, alone)
     assert calls == 2 if "lbfgs" not in kind else calls > 4
 
 
 @FRONTS
-@TRANSPORTS
-@KINDS
-def test_accumulation_inside_a_closure(ranks: Ranks, front: str, transport: str, kind: str) -> None:
-    ranks(accumulated_inside, 2, front, transport, kind, kind != "sgd")
-
-
-def closure_that_raises(front: str) -> None:
+@on_ranks(2)
+def test_a_closure_that_raises(front: str) -> None:
     replica, module, alone = pair(front, "auto")
     optimizer, expected = OPTIMIZERS["sgd"](module.parameters()), OPTIMIZERS["sgd"](alone.parameters())
 
@@ -207,11 +200,6 @@ def closure_that_raises(front: str) -> None:
     optimizer.step()
     one_process_step(alone, expected)
     assert_close(module, alone)
-
-
-@FRONTS
-def test_a_closure_that_raises(ranks: Ranks, front: str) -> None:
-    ranks(closure_that_raises, 2, front)
 
 
 # --- gradients by hand ---------------------------------------------------------------------------------
@@ -248,12 +236,6 @@ def assign(module: nn.Module, gradients: list[Tensor]) -> None:
 
 def mean_of(module: nn.Module, way: Callable[[nn.Module, int], list[Tensor]]) -> list[Tensor]:
     return [(a + b) / 2 for a, b in zip(way(module, 0), way(module, 1), strict=True)]
-
-
-def assigned(front: str, transport: str, before: str) -> None:
-    for way in WAYS:
-        with noted(way.__name__):
-            assigned_by(way, front, transport, before)
 
 
 def assigned_by(way: Callable[[nn.Module, int], list[Tensor]], front: str, transport: str, before: str) -> None:
@@ -293,11 +275,17 @@ def assigned_by(way: Callable[[nn.Module, int], list[Tensor]], front: str, trans
 @FRONTS
 @TRANSPORTS
 @pytest.mark.parametrize("before", ["nothing", "rounds, zeroed", "rounds"])
-def test_gradients_by_hand(ranks: Ranks, front: str, transport: str, before: str) -> None:
-    ranks(assigned, 2, front, transport, before)
+@on_ranks(2)
+def test_gradients_by_hand(front: str, transport: str, before: str) -> None:
+    for way in WAYS:
+        with noted(way.__name__):
+            assigned_by(way, front, transport, before)
 
 
-def some_by_hand(front: str, transport: str) -> None:
+@FRONTS
+@TRANSPORTS
+@on_ranks(2)
+def test_one_gradient_by_hand_among_others(front: str, transport: str) -> None:
     """One gradient is assigned, of a parameter that no round has reached; the others come from a round."""
     module = build().double()
     module.register_parameter("scale", nn.Parameter(torch.ones(3).double()))
@@ -322,11 +310,9 @@ def some_by_hand(front: str, transport: str) -> None:
 
 @FRONTS
 @TRANSPORTS
-def test_one_gradient_by_hand_among_others(ranks: Ranks, front: str, transport: str) -> None:
-    ranks(some_by_hand, 2, front, transport)
-
-
-def missing(front: str, transport: str, absent: str) -> None:
+@pytest.mark.parametrize("absent", ["one", "all", "all and the last on both"])
+@on_ranks(2)
+def test_gradients_by_hand_that_one_rank_lacks(front: str, transport: str, absent: str) -> None:
     """Rank 1 has no gradient for some parameter, or none at all: a zero in the mean. Nobody has one: None."""
     replica, module, _ = pair(front, transport)
     rank = dist.get_rank()
@@ -351,12 +337,8 @@ def missing(front: str, transport: str, absent: str) -> None:
 
 @FRONTS
 @TRANSPORTS
-@pytest.mark.parametrize("absent", ["one", "all", "all and the last on both"])
-def test_gradients_by_hand_that_one_rank_lacks(ranks: Ranks, front: str, transport: str, absent: str) -> None:
-    ranks(missing, 2, front, transport, absent)
-
-
-def by_hand_and_left(front: str, transport: str) -> None:
+@on_ranks(2)
+def test_synchronizing_whatever_there_is(front: str, transport: str) -> None:
     """Rank 0 has them from no_sync, rank 1 by hand; then nobody has any; then all have a round's."""
     replica, module, alone = pair(front, transport)
     if dist.get_rank() == 0:
@@ -365,8 +347,7 @@ def by_hand_and_left(front: str, transport: str) -> None:
     else:
         assign(module, by_autograd_grad(module, 1))
     replica.synchronize_gradients()
-    for parameter, gradient in zip(module.parameters(), mean_of(alone, by_autograd_grad), strict=True):
-        torch.testing.assert_close(parameter.grad, gradient)
+    assert_gradients(module, mean_of(alone, by_autograd_grad))
     module.zero_grad()
     replica.synchronize_gradients()
     assert all(p.grad is None for p in module.parameters())
@@ -379,11 +360,8 @@ def by_hand_and_left(front: str, transport: str) -> None:
 
 @FRONTS
 @TRANSPORTS
-def test_synchronising_whatever_there_is(ranks: Ranks, front: str, transport: str) -> None:
-    ranks(by_hand_and_left, 2, front, transport)
-
-
-def called_functionally(front: str, transport: str) -> None:
+@on_ranks(2)
+def test_a_replica_under_a_transform(front: str, transport: str) -> None:
     """The replicated module itself, called with its own parameters under a transform."""
     replica, module, alone = pair(front, transport)
 
@@ -404,13 +382,7 @@ def called_functionally(front: str, transport: str) -> None:
         module.zero_grad()
 
 
-@FRONTS
-@TRANSPORTS
-def test_a_replica_under_a_transform(ranks: Ranks, front: str, transport: str) -> None:
-    ranks(called_functionally, 2, front, transport)
-
-
-# --- what may be done to a synchronised gradient -------------------------------------------------------
+# --- what may be done to a synchronized gradient -------------------------------------------------------
 
 
 def gradients(module: nn.Module) -> list[Tensor]:
@@ -493,7 +465,7 @@ def scaler(module: nn.Module, optimizer: Optimizer) -> None:
     scaler.update()
 
 
-def normalised(module: nn.Module, optimizer: Optimizer) -> None:
+def normalized(module: nn.Module, optimizer: Optimizer) -> None:
     """From all gradients together, into new tensors."""
     flat = torch.cat([gradient.reshape(-1) for gradient in gradients(module)])
     flat = flat / flat.norm()
@@ -516,14 +488,8 @@ AFTERWARDS = [
     one_step_twice,
     unscaled,
     scaler,
-    normalised,
+    normalized,
 ]
-
-
-def changed(front: str, transport: str) -> None:
-    for afterwards in AFTERWARDS:
-        with noted(afterwards.__name__):
-            changed_by(afterwards, front, transport)
 
 
 def changed_by(afterwards: Callable[[nn.Module, Optimizer], None], front: str, transport: str) -> None:
@@ -543,8 +509,11 @@ def changed_by(afterwards: Callable[[nn.Module, Optimizer], None], front: str, t
 
 @FRONTS
 @TRANSPORTS
-def test_a_synchronised_gradient_may_be_changed(ranks: Ranks, front: str, transport: str) -> None:
-    ranks(changed, 2, front, transport)
+@on_ranks(2)
+def test_a_synchronized_gradient_may_be_changed(front: str, transport: str) -> None:
+    for afterwards in AFTERWARDS:
+        with noted(afterwards.__name__):
+            changed_by(afterwards, front, transport)
 
 
 # --- parameters that come and go -----------------------------------------------------------------------
@@ -558,7 +527,11 @@ def with_an_id_of(seen: set[int], values: Tensor) -> nn.Parameter:
     return tried[-1]
 
 
-def recycled(front: str, transport: str, way: str) -> None:
+@FRONTS
+@TRANSPORTS
+@pytest.mark.parametrize("way", ["through all", "through the last layer", "without a backward"])
+@on_ranks(2)
+def test_a_parameter_with_the_id_of_another(front: str, transport: str, way: str) -> None:
     """A parameter's id is that of one that is gone. It had a local gradient, and so has the new one, before any
     round has seen it; the round that has to carry that one may not reach it.
     """
@@ -596,13 +569,6 @@ def recycled(front: str, transport: str, way: str) -> None:
     assert again, "no id was used again: this test shows nothing"
 
 
-@FRONTS
-@TRANSPORTS
-@pytest.mark.parametrize("way", ["through all", "through the last layer", "without a backward"])
-def test_a_parameter_with_the_id_of_another(ranks: Ranks, front: str, transport: str, way: str) -> None:
-    ranks(recycled, 2, front, transport, way)
-
-
 # --- parameters that nobody manages --------------------------------------------------------------------
 
 
@@ -613,7 +579,7 @@ def saved_and_loaded(front: str) -> bytes:
     torch.save(replica, buffer)
     loaded = torch.load(io.BytesIO(buffer.getvalue()), weights_only=False)
     optimizer = torch.optim.SGD(loaded.parameters(), lr=0.1)
-    loaded(batch(dist.get_rank())).square().mean().backward()
+    backward(loaded)
     if front == "replicate":
         assert type(loaded) is nn.Sequential
         assert list(loaded.state_dict()) == list(build().state_dict())
@@ -623,14 +589,14 @@ def saved_and_loaded(front: str) -> bytes:
     else:
         optimizer.step()
         same_everywhere(loaded)
-    loaded(batch(dist.get_rank(), 1)).square().mean().backward()
+    backward(loaded, 1)
     optimizer.step()  # told once
 
     again = torch.load(io.BytesIO(buffer.getvalue()), weights_only=False)
     if front == "replicate":
         gradsync.replicate(again)
     optimizer = torch.optim.SGD(again.parameters(), lr=0.1)
-    again(batch(dist.get_rank())).square().mean().backward()
+    backward(again)
     optimizer.step()
     same_everywhere(again)
     return buffer.getvalue()
@@ -677,7 +643,9 @@ def test_a_parameter_outside_the_module(ranks: Ranks, front: str) -> None:
     ranks(stray, 1, front, True)
 
 
-def no_strays(front: str) -> None:
+@FRONTS
+@on_ranks(2)
+def test_parameters_that_are_no_strays(front: str) -> None:
     """Nothing to say of frozen ones, of another replica's, of ignored ones, of an optimizer without ours."""
     module, other = build(), nn.Linear(4, 3)
     aside, frozen = nn.Parameter(torch.ones(3, 7)), nn.Parameter(torch.ones(3, 7), requires_grad=False)
@@ -698,19 +666,11 @@ def no_strays(front: str) -> None:
         unrelated.step()
 
 
-@FRONTS
-def test_parameters_that_are_no_strays(ranks: Ranks, front: str) -> None:
-    ranks(no_strays, 2, front)
-
-
-def ignored_outside() -> None:
+@on_ranks(2)
+def test_a_parameter_outside_that_is_ignored() -> None:
     """The cure for a parameter that is not in the module and meant to be local."""
     module, temperature = build(), nn.Parameter(torch.ones(3, 7))
     replica = make("replicate", module, ignored_params=[temperature])
     optimizer = torch.optim.SGD([*module.parameters(), temperature], lr=0.1)
     (replica(batch(dist.get_rank())).square().mean() * temperature.mean()).backward()
     optimizer.step()
-
-
-def test_a_parameter_outside_that_is_ignored(ranks: Ranks) -> None:
-    ranks(ignored_outside, 2)

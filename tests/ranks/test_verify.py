@@ -19,7 +19,7 @@ from gradsync.errors import InvalidOptionError, ReplicaDivergedError, RoundMisma
 from gradsync.replica import engine_of
 from tests.ranks.replicas import NAMES, Alarm, Training, another_learning_rate, data_replaced, flip, train, until_alarm
 from tests.ranks.small import FRONTS, TRANSPORTS, batch, build, make
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, on_ranks
 
 # --- what drives replicas apart ------------------------------------------------------------------------
 
@@ -113,15 +113,12 @@ def assert_tells(one: Alarm, first: int, last: int) -> None:
     assert numbers[:2] == [first, last], one.text
 
 
-def never(front: str, transport: str) -> None:
-    for change in (another_learning_rate, data_replaced):
-        assert until_alarm(train(front, transport=transport, verify="never"), 9, 2, change) is None
-
-
 @FRONTS
 @TRANSPORTS
-def test_never(ranks: Ranks, front: str, transport: str) -> None:
-    ranks(never, 2, front, transport)
+@on_ranks(2)
+def test_never(front: str, transport: str) -> None:
+    for change in (another_learning_rate, data_replaced):
+        assert until_alarm(train(front, transport=transport, verify="never"), 9, 2, change) is None
 
 
 def in_which_rounds(front: str, transport: str) -> list[list[int]]:
@@ -145,7 +142,11 @@ def test_rounds_that_are_powers_of_two(ranks: Ranks, front: str, transport: str)
         assert every == [1, 2, 3, 4, 5, 9]
 
 
-def a_step_skipped(front: str, transport: str, verify: str) -> None:
+@FRONTS
+@TRANSPORTS
+@pytest.mark.parametrize("verify", ["auto", "never"])
+@on_ranks(2)
+def test_a_step_skipped(front: str, transport: str, verify: str) -> None:
     """A torch optimizer's step is missed in the next round, whatever the values."""
     training = train(front, transport=transport, verify=verify)
     for step in range(4):
@@ -160,14 +161,7 @@ def a_step_skipped(front: str, transport: str, verify: str) -> None:
             training.optimizer.step()
 
 
-@FRONTS
-@TRANSPORTS
-@pytest.mark.parametrize("verify", ["auto", "never"])
-def test_a_step_skipped(ranks: Ranks, front: str, transport: str, verify: str) -> None:
-    ranks(a_step_skipped, 2, front, transport, verify)
-
-
-def initialised_anew(front: str, transport: str) -> Alarm | None:
+def initialized_anew(front: str, transport: str) -> Alarm | None:
     training = train(front, transport=transport)
     torch.manual_seed(dist.get_rank())
     training.module.get_submodule("2").reset_parameters()  # type: ignore[operator]
@@ -176,8 +170,8 @@ def initialised_anew(front: str, transport: str) -> Alarm | None:
 
 @FRONTS
 @TRANSPORTS
-def test_a_module_that_was_initialised_anew(ranks: Ranks, front: str, transport: str) -> None:
-    for found in ranks(initialised_anew, 2, front, transport):
+def test_a_module_that_was_initialized_anew(ranks: Ranks, front: str, transport: str) -> None:
+    for found in ranks(initialized_anew, 2, front, transport):
         assert found is not None
         assert found.round == 0
         assert sorted(found.parameters) == ["2.bias", "2.weight"]
@@ -319,7 +313,10 @@ class Kinds(nn.Module):
         return x.mean() * sum(used, torch.zeros(()))
 
 
-def compared(front: str, transport: str) -> None:
+@FRONTS
+@TRANSPORTS
+@on_ranks(2)
+def test_parameters_of_every_kind(front: str, transport: str) -> None:
     training = train(front, Kinds(), transport=transport, verify="every")
     assert until_alarm(training, 3, -1, None) is None
     for name, parameter in training.module.named_parameters():
@@ -340,12 +337,6 @@ def compared(front: str, transport: str) -> None:
             training.backward(4)
 
 
-@FRONTS
-@TRANSPORTS
-def test_parameters_of_every_kind(ranks: Ranks, front: str, transport: str) -> None:
-    ranks(compared, 2, front, transport)
-
-
 DTYPES = [
     torch.float64,
     torch.float32,
@@ -360,7 +351,8 @@ DTYPES = [
 ]
 
 
-def single_bits() -> None:
+@on_ranks(2)
+def test_a_single_bit_anywhere() -> None:
     """All ranks draw the same examples: derandomised, and without a search for simpler ones."""
 
     @settings(max_examples=60, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
@@ -393,11 +385,9 @@ def single_bits() -> None:
     check()
 
 
-def test_a_single_bit_anywhere(ranks: Ranks) -> None:
-    ranks(single_bits, 2)
-
-
-def large_bits(transport: str) -> None:
+@TRANSPORTS
+@on_ranks(2)
+def test_a_single_bit_of_many(transport: str) -> None:
     """In a tensor of several MB: the first, the last, one between; and two changes that a sum would not see."""
     module = nn.Sequential(nn.Linear(1000, 1000))
     replica = make("replicate", module, transport=transport)
@@ -417,15 +407,12 @@ def large_bits(transport: str) -> None:
         gradsync.verify(replica)
 
 
-@TRANSPORTS
-def test_a_single_bit_of_many(ranks: Ranks, transport: str) -> None:
-    ranks(large_bits, 2, transport)
-
-
 # --- options -------------------------------------------------------------------------------------------
 
 
-def chosen(front: str) -> None:
+@FRONTS
+@on_ranks(2)
+def test_the_option_and_the_environment(front: str) -> None:
     with pytest.raises(InvalidOptionError, match=r"verify.*'auto'.*'every'.*'never'.*'sometimes'"):
         make(front, build(), verify="sometimes")
     os.environ["GRADSYNC_VERIFY"] = "often"
@@ -440,8 +427,3 @@ def chosen(front: str) -> None:
     assert found is not None
     os.environ["GRADSYNC_VERIFY"] = "every"
     assert until_alarm(train(front, verify="never"), 9, 2, data_replaced) is None
-
-
-@FRONTS
-def test_the_option_and_the_environment(ranks: Ranks, front: str) -> None:
-    ranks(chosen, 2, front)

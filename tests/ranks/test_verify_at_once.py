@@ -14,7 +14,7 @@ import gradsync
 from gradsync.errors import ReplicaDivergedError
 from tests.ranks.replicas import Training, another_learning_rate, flip, train, until_alarm, with_norm
 from tests.ranks.small import FRONTS, TRANSPORTS, build, make, same_everywhere
-from tests.support.ranks import Ranks
+from tests.support.ranks import on_ranks
 
 
 def adam(front: str, transport: str, **options: Any) -> Training:
@@ -90,7 +90,10 @@ DIFFERENCES: list[tuple[Callable[[Training], None], str]] = [
 ]
 
 
-def verified(front: str, transport: str) -> None:
+@FRONTS
+@TRANSPORTS
+@on_ranks(2)
+def test_verify(front: str, transport: str) -> None:
     for change, names in DIFFERENCES:
         training = adam(front, transport, verify="never")
         gradsync.verify(training.replica)
@@ -109,12 +112,8 @@ def verified(front: str, transport: str) -> None:
 
 
 @FRONTS
-@TRANSPORTS
-def test_verify(ranks: Ranks, front: str, transport: str) -> None:
-    ranks(verified, 2, front, transport)
-
-
-def verified_by_three(front: str) -> None:
+@on_ranks(3)
+def test_verify_on_three_ranks(front: str) -> None:
     training = adam(front, "auto")
     if dist.get_rank() == 1:
         change_first_moment(training)
@@ -124,11 +123,8 @@ def verified_by_three(front: str) -> None:
 
 
 @FRONTS
-def test_verify_on_three_ranks(ranks: Ranks, front: str) -> None:
-    ranks(verified_by_three, 3, front)
-
-
-def other_optimizers(front: str) -> None:
+@on_ranks(2)
+def test_verify_with_optimizers_of_all_sorts(front: str) -> None:
     """States of every shape: numbers, lists, none at all, and parameters that were never stepped."""
     kinds: list[Callable[..., Any]] = [
         lambda p: torch.optim.SGD(p, lr=0.1),
@@ -153,23 +149,18 @@ def other_optimizers(front: str) -> None:
             gradsync.verify(replica, training.optimizer)
 
 
-@FRONTS
-def test_verify_with_optimizers_of_all_sorts(ranks: Ranks, front: str) -> None:
-    ranks(other_optimizers, 2, front)
-
-
-def verified_alone() -> None:
+@on_ranks(1)
+def test_a_world_of_one() -> None:
     for front in ("replicate", "DistributedDataParallel"):
         training = train(front, verify="every")
         assert until_alarm(training, 3, -1, None) is None
         gradsync.verify(training.replica, training.optimizer)
 
 
-def test_a_world_of_one(ranks: Ranks) -> None:
-    ranks(verified_alone, 1)
-
-
-def mended(front: str, transport: str) -> None:
+@FRONTS
+@TRANSPORTS
+@on_ranks(2)
+def test_going_on_after_an_alarm(front: str, transport: str) -> None:
     """After an alarm the ranks can be brought together again, and training goes on."""
     training = train(front, transport=transport, verify="every")
     found = until_alarm(training, 5, 2, another_learning_rate)
@@ -180,9 +171,3 @@ def mended(front: str, transport: str) -> None:
     gradsync.verify(training.replica, training.optimizer)
     assert until_alarm(training, 4, -1, None) is None
     same_everywhere(training.module)
-
-
-@FRONTS
-@TRANSPORTS
-def test_going_on_after_an_alarm(ranks: Ranks, front: str, transport: str) -> None:
-    ranks(mended, 2, front, transport)

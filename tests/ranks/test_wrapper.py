@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import gradsync
 from gradsync.engine.buffers import BufferHookLocation
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, on_ranks
 
 DDP = gradsync.DistributedDataParallel
 
@@ -44,7 +44,8 @@ def test_ignored_parameters_and_buffers_are_left_alone(ranks: Ranks) -> None:
     assert first != second
 
 
-def delayed() -> None:
+@on_ranks(2)
+def test_delayed_parameters_leave_behind_their_anchor() -> None:
     torch.manual_seed(0)
     module = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(4)))
     late = [(name, p) for name, p in module.named_parameters() if name in ("2.weight", "3.weight")]
@@ -55,13 +56,9 @@ def delayed() -> None:
         ddp(ones()).sum().backward()
         local = [torch.autograd.grad(module(torch.full((1, 2), r)).sum(), first)[0] for r in (1.0, 2.0)]
         torch.testing.assert_close(first.grad, sum(local) / 2)
-    plan = ddp._engine.reducer.plan
+    plan = ddp._engine.reducer.group.plan
     assert plan is not None
     assert [place.index for bucket in plan.buckets for place in bucket.places] == [1, 0, 2, 3]
-
-
-def test_delayed_parameters_leave_behind_their_anchor(ranks: Ranks) -> None:
-    ranks(delayed, 2)
 
 
 def hooked(location: str) -> list[int]:
@@ -133,7 +130,8 @@ def test_the_flag_that_frameworks_set(ranks: Ranks) -> None:
     assert ranks(frameworks_flag, 2) == [[True, True]] * 2
 
 
-def active() -> None:
+@on_ranks(1)
+def test_the_active_wrapper() -> None:
     seen = []
 
     class Asks(nn.Linear):
@@ -145,7 +143,3 @@ def active() -> None:
     ddp(ones())
     assert seen == [ddp]
     assert DDP._get_active_ddp_module() is None
-
-
-def test_the_active_wrapper(ranks: Ranks) -> None:
-    ranks(active, 1)

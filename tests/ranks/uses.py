@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.utils.dlpack
 from torch import Tensor, nn
 
-from tests.ranks.small import batch, same_everywhere
+from tests.ranks.small import backward, batch, same_everywhere
 
 STEPS = 5
 
@@ -371,7 +371,7 @@ def check_use(name: str, replicate: Callable[[nn.Module], Any]) -> None:
             one.step = step
             if of.zero is not None:
                 one.optimizer.zero_grad(set_to_none=of.zero)
-        front(batch(dist.get_rank(), step)).square().mean().backward()
+        backward(front, step)
         for part in range(dist.get_world_size()):
             (alone(batch(part, step)).square().mean() / dist.get_world_size()).backward()
         assert of.see(ours) == of.see(single), f"{name}, step {step}"

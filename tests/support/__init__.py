@@ -1,17 +1,17 @@
-"""The bench that runs a test's body on real ranks.
+"""The harness that runs a test's body on real ranks.
 
-    pytest ── Channel ──  zygote  ── fork ──►  rank 0, rank 1, ...
+    pytest ── Channel ── fork server ── fork ──► rank 0, rank 1, ...
        │                (torch is loaded)         │
        └──────────────── RunFolder ───────────────┘
               job in; report, output, stack out
 
 | file              | what it is for                                                   |
 | ----------------- | ---------------------------------------------------------------- |
-| `ranks.py`        | `run_ranks`, what tests call                                     |
+| `ranks.py`        | `on_ranks` and the fixture `ranks`, what tests use               |
 | `run.py`          | one run: start the ranks, watch them, stop what is left          |
 | `outcome.py`      | how a rank ended, and the failure that pytest shows              |
 | `stack.py`        | where a stuck rank stood                                         |
-| `zygote.py`       | the process that has torch loaded and forks, signals, reaps      |
+| `fork_server.py`  | the process that has torch loaded and forks, signals, reaps      |
 | `rank_process.py` | what happens inside a rank                                       |
 | `channel.py`      | the few messages between the three                               |
 | `run_folder.py`   | the files of one run                                             |

@@ -1,7 +1,7 @@
-"""The few messages between pytest, the zygote and the ranks.
+"""The few messages between pytest, the fork server and the ranks.
 
-All share one Unix socket that keeps message boundaries. A rank inherits the zygote's end and writes to it
-directly, so what it says arrives before the zygote's word that it ended.
+All share one Unix socket that keeps message boundaries. A rank inherits the fork server's end and writes to it
+directly, so what it says arrives before the fork server's word that it ended.
 """
 
 import pickle
@@ -16,21 +16,21 @@ _LARGEST_MESSAGE = 1 << 16
 
 
 class Fork(NamedTuple):
-    """pytest to zygote: start this rank of the run in `folder`."""
+    """pytest to fork server: start this rank of the run in `folder`."""
 
     rank: int
     folder: Path
 
 
 class Signal(NamedTuple):
-    """pytest to zygote: signal this rank, if it still lives. What it started ends with it in any case."""
+    """pytest to fork server: signal this rank, if it still lives. What it started ends with it in any case."""
 
     rank: int
     number: int
 
 
 class Ready(NamedTuple):
-    """zygote to pytest: everything is loaded."""
+    """fork server to pytest: everything is loaded."""
 
 
 class Started(NamedTuple):
@@ -48,7 +48,7 @@ class Reported(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """zygote to pytest: this rank was reaped. `code` is negative for a signal, `when` is monotonic time."""
+    """fork server to pytest: this rank was reaped. `code` is negative for a signal, `when` is monotonic time."""
 
     rank: int
     code: int
@@ -84,5 +84,5 @@ class Channel:
         return pickle.loads(message)
 
     def close(self) -> None:
-        """Close this end; the zygote takes that as the order to leave."""
+        """Close this end; the fork server takes that as the order to leave."""
         self._end.close()

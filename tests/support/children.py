@@ -6,6 +6,11 @@ import os
 import traceback
 from collections.abc import Callable
 
+import pytest
+
+# Python 3.12 and later warn of forks beside threads, which gloo has.
+FORKS_BESIDE_THREADS = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+
 
 def in_child(body: Callable[[], None]) -> None:
     """Runs in a forked child, and fails here if it raises there."""

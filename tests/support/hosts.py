@@ -15,9 +15,11 @@ import ctypes
 import os
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+import pytest
 
 from tests.support import kernel
 
@@ -91,3 +93,14 @@ def _ip(*words: str) -> None:
         raise NotAllowed("there is no `ip`: install iproute2") from None
     if done.returncode != 0:
         raise NotAllowed(f"ip {' '.join(words)}: {done.stderr.strip()}")
+
+
+@contextmanager
+def hosts_or_skip(count: int) -> Iterator[list[Host]]:
+    """The same for a fixture: where there can be none, its tests are skipped, and say why."""
+    with ExitStack() as stack:
+        try:
+            made = stack.enter_context(make_hosts(count))
+        except NotAllowed as reason:
+            pytest.skip(f"no network namespaces can be made here: {reason}")
+        yield made

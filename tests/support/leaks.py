@@ -17,7 +17,7 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 
 @dataclass(frozen=True)
-class Belongings:
+class Resources:
     """What this process owns at one moment: what identifies each entry, and words for people."""
 
     processes: Mapping[int, str]
@@ -28,9 +28,9 @@ class Belongings:
     shared_memory: Mapping[Path, str]
 
 
-def belongings(ranks: Ranks) -> Belongings:
+def resources_in_use(ranks: Ranks) -> Resources:
     """Look around."""
-    return Belongings(
+    return Resources(
         processes={pid: f"{pid} ({kernel.command_line(pid)})" for pid in _processes(ranks)},
         threads={thread.ident: f"{thread.name} ({thread.ident})" for thread in threading.enumerate()},
         variables={item: "=".join(item) for item in os.environ.items() if item[0] not in _OWN_VARIABLES},
@@ -40,28 +40,28 @@ def belongings(ranks: Ranks) -> Belongings:
     )
 
 
-def find_leaks(before: Belongings, ranks: Ranks, patience: float = 1.0) -> list[str]:
+def find_leaks(before: Resources, ranks: Ranks, patience: float = 1.0) -> list[str]:
     """What is there now and was not before. What is just ending gets `patience` seconds to do so."""
     deadline = time.monotonic() + patience
-    while (leaks := _difference(before, belongings(ranks))) and time.monotonic() < deadline:
+    while (leaks := _difference(before, resources_in_use(ranks))) and time.monotonic() < deadline:
         time.sleep(0.02)
     return leaks
 
 
-def _difference(before: Belongings, after: Belongings) -> list[str]:
+def _difference(before: Resources, after: Resources) -> list[str]:
     return [
         f"{field.name.replace('_', ' ')}: {words}"
-        for field in fields(Belongings)
+        for field in fields(Resources)
         for identity, words in getattr(after, field.name).items()
         if identity not in getattr(before, field.name)
     ]
 
 
 def _processes(ranks: Ranks) -> set[int]:
-    """Our children and the zygote's; the zygote itself may stay."""
+    """Our children and the fork server's; the fork server itself may stay."""
     pids = kernel.children(os.getpid())
-    if ranks.zygote_pid is not None:
-        pids = pids - {ranks.zygote_pid} | kernel.children(ranks.zygote_pid)
+    if ranks.fork_server_pid is not None:
+        pids = pids - {ranks.fork_server_pid} | kernel.children(ranks.fork_server_pid)
     return pids
 
 

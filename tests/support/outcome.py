@@ -1,6 +1,7 @@
 """How a rank ended, and the failure that pytest shows."""
 
 import pickle
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -74,7 +75,7 @@ class Outcome:
 def outcome_of(
     rank: int, report: Returned | Raised | None, code: int, when: float, stack: Stack | None, output: str
 ) -> Outcome:
-    """Put together what the rank reported, what the zygote saw, and what we did to it."""
+    """Put together what the rank reported, what the fork server saw, and what we did to it."""
     if isinstance(report, Returned):
         return Outcome(rank, End.RETURNED, when, output, result=report.result, exit_code=code)
     if isinstance(report, Raised):
@@ -93,15 +94,15 @@ class RankFailure(AssertionError):
         self.outcomes = tuple(outcomes)
         failed = sorted((outcome for outcome in outcomes if not outcome.returned), key=_blame)
         title = f"{len(failed)} of {len(outcomes)} ranks failed in {name}"
-        super().__init__("\n\n".join([title, *map(chapter, failed)]))
+        super().__init__("\n\n".join([title, *map(section, failed)]))
 
 
 def _blame(outcome: Outcome) -> tuple[bool, bool, float]:
-    """The earliest cause first. Time alone won't do: a peer can notice a death before the zygote does."""
+    """The earliest cause first. Time alone won't do: a peer can notice a death before the fork server does."""
     return outcome.end is End.STUCK, outcome.lost_peer, outcome.when
 
 
-def chapter(outcome: Outcome) -> str:
+def section(outcome: Outcome) -> str:
     """All there is to tell about one rank: how it ended, its traceback, its output."""
     first_line, *rest = str(outcome).split("\n")
     parts = [f"── {first_line} ".ljust(_WIDTH, "─"), *rest]
@@ -110,3 +111,11 @@ def chapter(outcome: Outcome) -> str:
     if outcome.output:
         parts += [f"── output of rank {outcome.rank} ".ljust(_WIDTH, "─"), outcome.output.rstrip()]
     return "\n".join(parts)
+
+
+def assert_raised(outcomes: Sequence[Outcome], kind: type[Exception], *patterns: str) -> None:
+    """On every rank, with texts that match each pattern."""
+    for outcome in outcomes:
+        assert isinstance(outcome.exception, kind), outcome
+        for pattern in patterns:
+            assert re.search(pattern, str(outcome.exception)), f"{pattern!r} not in: {outcome.exception}"

@@ -34,10 +34,10 @@ _LOST_PEER = re.compile(
 )
 
 
-def run_rank(order: Fork, channel: Channel, zygote: int) -> NoReturn:
+def run_rank(order: Fork, channel: Channel, fork_server: int) -> NoReturn:
     """Be one rank. Leaves by `os._exit`, since a wedged thread or exit handler must not hold up a test."""
     folder = RunFolder(order.folder)
-    _become_killable(zygote)
+    _become_killable(fork_server)
     _redirect_output(folder.output(order.rank))
     _prepare_stack_dump(folder.stack(order.rank))
     channel.send(Started(order.rank, os.getpid()))
@@ -51,9 +51,9 @@ def run_rank(order: Fork, channel: Channel, zygote: int) -> NoReturn:
     os._exit(0 if returned else 1)
 
 
-def _become_killable(zygote: int) -> None:
+def _become_killable(fork_server: int) -> None:
     """Lead an own session, so that whatever the body starts can be killed with it."""
-    kernel.die_with(zygote)
+    kernel.die_with(fork_server)
     os.setsid()
     signal.pthread_sigmask(signal.SIG_BLOCK, {LEAVE})  # kept pending until `_linger` asks for it
 
@@ -85,7 +85,7 @@ def _call_body(rank: int, folder: RunFolder) -> Returned | Raised:
         if setting.backend is not None:
             _join_group(setting, rank, folder)
         with _loose_ends_warned():
-            return Returned(call.function(*call.args, **call.kwargs))
+            return Returned(call.body(*call.args, **call.kwargs))
     except SystemExit as leaving:
         _flush_output()
         os._exit(leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None))
@@ -180,14 +180,14 @@ def _describe(error: BaseException) -> Raised:
     return Raised(
         type_name=type(error).__qualname__,
         message=str(error),
-        traceback="".join(traceback.format_exception(type(error), error, _without_bench(error))),
+        traceback="".join(traceback.format_exception(type(error), error, _without_harness(error))),
         exception=_pickled(error),
         lost_peer=any(_LOST_PEER.search(str(link)) for link in _chain(error)),
         when=time.monotonic(),
     )
 
 
-def _without_bench(error: BaseException) -> Any:
+def _without_harness(error: BaseException) -> Any:
     """The traceback from the test's own frame on."""
     trace = error.__traceback__
     while trace and trace.tb_next and trace.tb_frame.f_code.co_filename == __file__:

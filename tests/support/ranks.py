@@ -1,17 +1,28 @@
-"""Run a function on real ranks and bring back what each returned.
+"""Run a function on real ranks.
 
-    def body(scale):
+A test whose body is all that happens runs on the ranks itself:
+
+    @pytest.mark.parametrize("scale", [1.0, 10.0])
+    @on_ranks(2)
+    def test_sum(scale: float) -> None:
         total = torch.tensor([scale * dist.get_rank()])
         dist.all_reduce(total)
-        return total.item()
+        assert total == scale
 
-    def test_sum(ranks):
+One that looks at what the ranks brought back, or means them to raise, leave or die, is a function for the ranks and
+another one for pytest. `ranks` raises unless all return; `ranks.outcomes` never does.
+
+    def body(scale: float) -> float:
+        ...
+
+    def test_what_comes_back(ranks: Ranks) -> None:
         assert ranks(body, 2, 10.0) == [10.0, 10.0]
-
-A test that *means* ranks to raise, leave or die calls `ranks.outcomes(body, 2)`, which never raises.
+        first, second = ranks.outcomes(body, 2, math.nan)
 """
 
 import atexit
+import functools
+import inspect
 import math
 import os
 import random
@@ -20,24 +31,27 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
-from tests.support.outcome import Outcome, RankFailure, chapter
+import pytest
+
+from tests.support.fork_server import ForkServer
+from tests.support.outcome import Outcome, RankFailure, section
 from tests.support.run import Run
-from tests.support.run_folder import Call, RunFolder, Setting
-from tests.support.zygote import Zygote
+from tests.support.run_folder import RANK_BODY, Call, RunFolder, Setting
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 LIMIT = 20.0  # seconds of an idle machine: see patience.py
 GRACE = 1.5  # for the others, once a rank has failed; gloo notices a dead peer within 0.3 s
 
 
 class Ranks:
-    """Runs functions on ranks. Without a run there is no zygote either."""
+    """Runs functions on ranks. Without a run there is no fork server either."""
 
     def __init__(self) -> None:
-        self._zygote: Zygote | None = None
+        self._fork_server: ForkServer | None = None
         self._runs = 0
         self.pids: list[int] = []  # of every rank ever started, for the leak check
 
@@ -83,32 +97,32 @@ class Ranks:
         _show(outcomes)
         return outcomes
 
-    def warm_up(self) -> Zygote:
-        """Start the zygote, if there is none, and go on at once: its imports take seconds."""
-        if self._zygote is None:
-            self._zygote = Zygote()
-            atexit.register(self._zygote.close)
-        return self._zygote
+    def warm_up(self) -> ForkServer:
+        """Start the fork server, if there is none, and go on at once: its imports take seconds."""
+        if self._fork_server is None:
+            self._fork_server = ForkServer()
+            atexit.register(self._fork_server.close)
+        return self._fork_server
 
     @property
-    def zygote_pid(self) -> int | None:
+    def fork_server_pid(self) -> int | None:
         """The parent of all ranks, once there is one."""
-        return self._zygote.pid if self._zygote else None
+        return self._fork_server.pid if self._fork_server else None
 
     @property
     def folder(self) -> Path | None:
         """The folder of all runs, once there is one."""
-        return self._zygote.folder if self._zygote else None
+        return self._fork_server.folder if self._fork_server else None
 
     def _run(self, call: Call, setting: Setting, limit: float, grace: float) -> list[Outcome]:
-        zygote = self.warm_up()
-        zygote.wait_until_ready()
+        fork_server = self.warm_up()
+        fork_server.wait_until_ready()
         self._runs += 1
-        folder = RunFolder.create(zygote.folder / f"run{self._runs}")
+        folder = RunFolder.create(fork_server.folder / f"run{self._runs}")
         outcomes: list[Outcome] = []
         try:
             folder.write_job(setting, call)
-            outcomes = self._watch(Run(zygote, folder), setting.world_size, limit, grace)
+            outcomes = self._watch(Run(fork_server, folder), setting.world_size, limit, grace)
         finally:
             # Who was killed can't tidy up; who returned should have.
             folder.remove(keep_litter=bool(outcomes) and all(outcome.returned for outcome in outcomes))
@@ -125,6 +139,35 @@ class Ranks:
 
 
 run_ranks = Ranks()
+
+
+def on_ranks(
+    world_size: int | str, *, limit: float = LIMIT, backend: str | None = "gloo"
+) -> Callable[[Callable[P, None]], Callable[P, None]]:
+    """Make a test of a function at module level: it runs on this many ranks, and all of them must return.
+
+    `world_size` may be the name of a parameter of the test. All that pytest passes goes on to the ranks, so it must be
+    picklable, as parameters and `tmp_path` are. `limit` and `backend` are those of `Ranks`.
+    """
+
+    def make_test(body: Callable[P, None]) -> Callable[P, None]:
+        if body.__qualname__ != body.__name__:
+            raise TypeError(f"{_name(body)} is not at module level, where the ranks could find it")
+        signature = inspect.signature(body)
+
+        @pytest.mark.usefixtures("ranks")  # tells pytest_collection_finish to start the fork server
+        @functools.wraps(body)
+        def test(*args: P.args, **kwargs: P.kwargs) -> None:
+            __tracebackhide__ = True
+            bound = signature.bind(*args, **kwargs)
+            size = bound.arguments[world_size] if isinstance(world_size, str) else world_size
+            # By position: a parameter may be called `limit`, too.
+            run_ranks(test, size, *bound.args, limit=limit, backend=backend, **bound.kwargs)
+
+        vars(test)[RANK_BODY] = body
+        return test
+
+    return make_test
 
 
 def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
@@ -161,4 +204,4 @@ def _free_port() -> int:
 
 def _show(outcomes: Iterable[Outcome]) -> None:
     """Hand over to pytest, which shows it if the test fails."""
-    sys.stdout.writelines(chapter(outcome) + "\n" for outcome in outcomes)
+    sys.stdout.writelines(section(outcome) + "\n" for outcome in outcomes)

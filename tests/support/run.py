@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from contextlib import suppress
 
 from tests.support.channel import DUMP_STACKS, LEAVE, Ended, Fork, Reported, Signal, Started
+from tests.support.fork_server import ForkServer
 from tests.support.outcome import Outcome, outcome_of
 from tests.support.patience import Stopwatch
 from tests.support.run_folder import RunFolder
 from tests.support.stack import Stack, read_stack
-from tests.support.zygote import Zygote
 
 _DUMP_SECONDS = 1.0
 _KILL_SECONDS = 10.0
@@ -19,8 +19,8 @@ _KILL_SECONDS = 10.0
 class Run:
     """What is known about each rank of a run so far."""
 
-    def __init__(self, zygote: Zygote, folder: RunFolder) -> None:
-        self._zygote = zygote
+    def __init__(self, fork_server: ForkServer, folder: RunFolder) -> None:
+        self._fork_server = fork_server
         self._folder = folder
         self._living: set[int] = set()
         self._reported: set[int] = set()
@@ -32,7 +32,7 @@ class Run:
     def start(self, world_size: int) -> None:
         """Have all ranks forked."""
         for rank in range(world_size):
-            self._zygote.send(Fork(rank, self._folder.path))
+            self._fork_server.send(Fork(rank, self._folder.path))
             self._living.add(rank)
 
     def watch(self, limit: float, grace: float) -> None:
@@ -48,7 +48,7 @@ class Run:
             if left < 0:
                 return
             with suppress(TimeoutError):
-                self._note(self._zygote.receive(left))
+                self._note(self._fork_server.receive(left))
 
     def stop(self) -> None:
         """Ask the ranks that are stuck where they stand, then kill all that live."""
@@ -59,7 +59,7 @@ class Run:
         watch = Stopwatch()
         while self._living:
             with suppress(TimeoutError):
-                self._note(self._zygote.receive(_KILL_SECONDS - watch.seconds))
+                self._note(self._fork_server.receive(_KILL_SECONDS - watch.seconds))
             if watch.seconds > _KILL_SECONDS:
                 raise TimeoutError(f"ranks {sorted(self._living)} did not end after SIGKILL")
 
@@ -101,7 +101,7 @@ class Run:
 
     def _signal(self, ranks: Iterable[int], number: int) -> None:
         for rank in ranks:
-            self._zygote.send(Signal(rank, number))
+            self._fork_server.send(Signal(rank, number))
 
     def _ask_for_stacks(self, ranks: set[int]) -> dict[int, Stack]:
         """Signal the ranks and wait until they have written; one that is stopped never will."""

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+RANK_BODY = "rank_body"  # the attribute of a test made by `on_ranks` that holds the function for the ranks
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -31,6 +33,12 @@ class Call:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     warning_filters: list[tuple[Any, ...]]
+
+    @property
+    def body(self) -> Callable[..., Any]:
+        """What a rank calls. Under the name of a test made by `on_ranks` it finds what pytest is to call."""
+        body: Callable[..., Any] = getattr(self.function, RANK_BODY, self.function)
+        return body
 
 
 @dataclass(frozen=True)

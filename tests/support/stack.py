@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-_BENCH = Path(__file__).parent
-_TESTS = _BENCH.parent
+_HARNESS = Path(__file__).parent
+_TESTS = _HARNESS.parent
 _THREAD = re.compile(r"^(?P<current>Current thread|Thread) .*\(most recent call first\):$", re.MULTILINE)
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$', re.MULTILINE)
 
@@ -70,4 +70,4 @@ def _our_roots() -> list[Path]:
 
 
 def _is_ours(file: Path, roots: list[Path]) -> bool:
-    return any(file.is_relative_to(root) for root in roots) and not file.is_relative_to(_BENCH)
+    return any(file.is_relative_to(root) for root in roots) and not file.is_relative_to(_HARNESS)

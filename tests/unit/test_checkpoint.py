@@ -27,7 +27,7 @@ from tests.support.blocks import (
     stack,
     step,
 )
-from tests.support.ranks import Ranks
+from tests.support.ranks import on_ranks
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -268,15 +268,12 @@ def test_the_check_can_be_turned_off() -> None:
     step(checkpoint(Growing(), determinism_check="none"), x)
 
 
-def debugged() -> None:
+@on_ranks(1, limit=60, backend=None)
+def test_debug_shows_the_operators() -> None:
+    """On a rank, for torch starts programs to read its stack, and leaves them running."""
     module = checkpoint(Sometimes(2, "shape"), debug=True)
     with pytest.raises(CheckpointError, match="Operations executed during the original forward"):
         step(module, torch.randn(3, 4))
-
-
-def test_debug_shows_the_operators(ranks: Ranks) -> None:
-    """On a rank, for torch starts programs to read its stack, and leaves them running."""
-    ranks(debugged, 1, limit=60, backend=None)
 
 
 @pytest.mark.parametrize("early", [True, False])

@@ -29,7 +29,7 @@ from gradsync.contract import (
     withdraw,
 )
 from gradsync.errors import AlreadyAppliedError, ModulesMissingError, NamesChangedError
-from tests.support.ranks import Ranks
+from tests.support.ranks import on_ranks
 
 
 class Remark:
@@ -264,7 +264,9 @@ def sharded(module: nn.Module) -> list[bool]:
     return [isinstance(parameter, DTensor) for parameter in module.parameters()]
 
 
-def fully_sharded() -> None:
+@pytest.mark.filterwarnings("ignore")  # FSDP's own
+@on_ranks(1, limit=60)
+def test_fully_shard() -> None:
     """On a rank: torch leaves alone what we replicate, as it does with its own `replicate` over a group."""
     from torch.distributed.fsdp import fully_shard
 
@@ -281,11 +283,6 @@ def fully_sharded() -> None:
     assert sharded(wave(plain)) == [True, True]
     assert list(registry(plain)) == ["fully_shard", "wave"]
     plain(torch.ones(1, 2)).sum().backward()
-
-
-@pytest.mark.filterwarnings("ignore")  # FSDP's own
-def test_fully_shard(ranks: Ranks) -> None:
-    ranks(fully_sharded, 1, limit=60)
 
 
 # --- classes ----------------------------------------------------------------------------------------

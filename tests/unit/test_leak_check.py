@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.support.leaks import belongings, find_leaks
+from tests.support.leaks import find_leaks, resources_in_use
 from tests.support.ranks import Ranks
 
 
@@ -21,7 +21,7 @@ def leave_a_file() -> Path:
 
 
 def test_the_check_names_a_thread_a_variable_and_a_process(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = belongings(ranks)
+    before = resources_in_use(ranks)
     monkeypatch.setenv("GRADSYNC_TEST_LEAK", "1")
     leave = threading.Event()
     thread = threading.Thread(target=leave.wait, name="straggler")
@@ -42,7 +42,7 @@ def test_the_check_names_a_thread_a_variable_and_a_process(ranks: Ranks, monkeyp
 
 
 def test_the_check_names_a_process_group(ranks: Ranks, tmp_path: Path) -> None:
-    before = belongings(ranks)
+    before = resources_in_use(ranks)
     dist.init_process_group("gloo", init_method=(tmp_path / "store").as_uri(), rank=0, world_size=1)
     try:
         assert find_leaks(before, ranks, patience=0) == ["groups: default process group"]
@@ -51,7 +51,7 @@ def test_the_check_names_a_process_group(ranks: Ranks, tmp_path: Path) -> None:
 
 
 def test_the_check_names_files_and_shared_memory(ranks: Ranks) -> None:
-    before = belongings(ranks)
+    before = resources_in_use(ranks)
     segment = Path(f"/dev/shm/gradsync_{os.getpid()}_test")
     segment.touch()
     try:
@@ -64,6 +64,6 @@ def test_the_check_names_files_and_shared_memory(ranks: Ranks) -> None:
 
 
 def test_a_thread_that_is_just_ending_is_no_leak(ranks: Ranks) -> None:
-    before = belongings(ranks)
+    before = resources_in_use(ranks)
     threading.Thread(target=time.sleep, args=(0.1,)).start()
     assert find_leaks(before, ranks) == []

@@ -4,9 +4,9 @@ A fresh process needs seconds to import torch; a fork of one that did needs mill
 be forked, since any earlier test may have started threads in it. Hence this third process, which imports
 everything and runs nothing.
 
-Only the zygote signals ranks. It also reaps them, so an id that it still holds can't belong to anyone else.
-Should pytest die, even by SIGKILL, its end of the channel closes; the zygote then kills every rank with its
-family, removes the folder and leaves. Should the zygote die, the kernel kills its ranks.
+Only the fork server signals ranks. It also reaps them, so an id that it still holds can't belong to anyone else.
+Should pytest die, even by SIGKILL, its end of the channel closes; the fork server then kills every rank with its
+family, removes the folder and leaves. Should the fork server die, the kernel kills its ranks.
 """
 
 import gc
@@ -44,15 +44,15 @@ PRELOADED = (
 _NO_POOLS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 _RANK_PROCESS = "tests.support.rank_process"  # by name: it imports torch, which pytest may not need
 _START_LIMIT = 120.0
-_COMMAND = "import sys; from tests.support.zygote import serve; serve(int(sys.argv[1]), sys.argv[2])"
+_COMMAND = "import sys; from tests.support.fork_server import serve; serve(int(sys.argv[1]), sys.argv[2])"
 
 
-class Zygote:
-    """pytest's handle on the zygote. Starting returns at once; the first message waits for the imports."""
+class ForkServer:
+    """pytest's handle on the fork server. Starting returns at once; the first message waits for the imports."""
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="gradsync-ranks-"))
-        self._log = self.folder / "zygote.log"
+        self._log = self.folder / "fork-server.log"
         self._channel, far_end = Channel.pair()
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
@@ -83,12 +83,12 @@ class Zygote:
             self._channel.send(command)
 
     def receive(self, timeout: float) -> object:
-        """The next message of the zygote or of a rank, or `TimeoutError`."""
+        """The next message of the fork server or of a rank, or `TimeoutError`."""
         with self._death_explained():
             return self._channel.receive(timeout)
 
     def close(self) -> None:
-        """End the zygote and remove the folder of the session."""
+        """End the fork server and remove the folder of the session."""
         self._channel.close()
         if not self._ready:
             self._process.kill()  # it has no ranks yet, and imports are tedious to wait for
@@ -97,26 +97,26 @@ class Zygote:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        shutil.rmtree(self.folder, ignore_errors=True)  # the zygote did that, unless it died
+        shutil.rmtree(self.folder, ignore_errors=True)  # the fork server did that, unless it died
 
     @contextmanager
     def _death_explained(self) -> Iterator[None]:
         try:
             yield
         except (EOFError, ConnectionError) as error:
-            raise RuntimeError(f"the zygote has died:\n{self._log.read_text(errors='replace')}") from error
+            raise RuntimeError(f"the fork server has died:\n{self._log.read_text(errors='replace')}") from error
 
 
 def serve(descriptor: int, folder: str) -> NoReturn:
-    """The main function of the zygote."""
+    """The main function of the fork server."""
     kernel.adopt_orphans()
     _preload()
     channel = Channel(socket.socket(fileno=descriptor))
-    nursery = _Nursery(channel)
+    children = _Children(channel)
     with suppress(EOFError, ConnectionError):  # pytest has closed its end
         channel.send(Ready())
-        nursery.serve()
-    nursery.close()
+        children.serve()
+    children.close()
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)  # to take down all that torch has set up would keep pytest waiting
 
@@ -125,7 +125,7 @@ def _preload() -> None:
     importlib.import_module(_RANK_PROCESS)
     _rewrite_assertions()
     for name in PRELOADED:
-        # What can't be imported is for the test that needs it to say, not for the zygote.
+        # What can't be imported is for the test that needs it to say, not for the fork server.
         with suppress(Exception):
             importlib.import_module(name)
     if kernel.thread_count() != 1:
@@ -142,7 +142,7 @@ def _rewrite_assertions() -> None:
     install_importhook(get_config())
 
 
-class _Nursery:
+class _Children:
     """The ranks that are not reaped yet, by rank."""
 
     def __init__(self, channel: Channel) -> None:
@@ -173,10 +173,10 @@ class _Nursery:
             os.kill(self._pids[command.rank], command.number)
 
     def _fork(self, order: Fork) -> None:
-        zygote = os.getpid()
+        fork_server = os.getpid()
         pid = os.fork()
         if pid == 0:
-            _run_rank(order, self._channel, zygote)
+            _run_rank(order, self._channel, fork_server)
         self._pids[order.rank] = pid
         self._selector.register(os.pidfd_open(pid), selectors.EVENT_READ, data=order.rank)
 
@@ -192,10 +192,10 @@ class _Nursery:
         self._channel.send(Ended(rank, os.waitstatus_to_exitcode(status), time.monotonic()))
 
 
-def _run_rank(order: Fork, channel: Channel, zygote: int) -> NoReturn:
+def _run_rank(order: Fork, channel: Channel, fork_server: int) -> NoReturn:
     try:
-        importlib.import_module(_RANK_PROCESS).run_rank(order, channel, zygote)
-    except BaseException:  # a fault of the bench, and this process must never go on as a second zygote
+        importlib.import_module(_RANK_PROCESS).run_rank(order, channel, fork_server)
+    except BaseException:  # a fault of the harness, and this process must never go on as a second fork server
         traceback.print_exc()
     finally:
         os._exit(70)

@@ -1,0 +1,285 @@
+"""A rank that is lost, ends early, or keeps the others waiting is named by all of them, on every transport."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gradsync.errors import ReplicaLostError, RoundTimeoutError
+from tests.ranks.memory import be_on_host, transport_of
+from tests.ranks.small import backward, build, make
+from tests.support.outcome import Outcome
+from tests.support.patience import crowding
+from tests.support.ranks import Ranks
+
+TRANSPORTS = pytest.mark.parametrize("transport", ["process_group", "shared_memory", "hierarchical"])
+WORLDS = pytest.mark.parametrize("world", [2, 3])
+INSIDE_A_HOST = 1.0
+ROUND = 4  # in which the fault is
+
+
+def replica(transport: str, seconds: float | None = None) -> Any:
+    if transport == "hierarchical" and dist.get_world_size() > 2:
+        be_on_host(dist.get_rank() // 2)
+    group = None if seconds is None else dist.new_group(timeout=timedelta(seconds=seconds))
+    made = make("replicate", build(), transport=transport, process_group=group)
+    assert transport_of(made).name == transport
+    return made
+
+
+def train(transport: str, doomed: int, fault: Callable[[], None], seconds: float | None = None) -> None:
+    module = replica(transport, seconds)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for step in range(2 * ROUND):
+        if step == ROUND and dist.get_rank() == doomed:
+            fault()
+        optimizer.zero_grad()
+        backward(module, step)
+        optimizer.step()
+
+
+def now() -> None:
+    print("fault at", time.monotonic(), flush=True)  # noqa: T201
+
+
+def time_of_fault(outcome: Outcome) -> float:
+    return float(outcome.output.split("fault at ")[1].split()[0])
+
+
+def survivors(outcomes: list[Outcome], doomed: int) -> list[Outcome]:
+    return [outcome for outcome in outcomes if outcome.rank != doomed]
+
+
+def assert_lost(outcomes: list[Outcome], doomed: int, *texts: str) -> None:
+    """Named by all, in time, in these words."""
+    for outcome in survivors(outcomes, doomed):
+        assert isinstance(outcome.exception, ReplicaLostError), outcome
+        assert outcome.exception.ranks == [doomed], outcome
+        for text in (f"rank {outcome.rank}: rank {doomed} ", *texts):
+            assert text in str(outcome.exception), outcome
+        took = outcome.when - time_of_fault(outcomes[doomed])
+        print(f"rank {outcome.rank} raised after {took * 1000:.0f} ms")  # noqa: T201
+        assert took < INSIDE_A_HOST * max(1.0, crowding()), outcome
+
+
+# --- lost -----------------------------------------------------------------------------------------------------
+
+
+def killed() -> None:
+    time.sleep(1.5)  # where a rank is, it tells once a second
+    now()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def left_at_once() -> None:
+    time.sleep(1.5)
+    now()
+    os._exit(3)
+
+
+def end_as_python_does(error: BaseException | None) -> None:
+    """What Python does at the end of a script; the harness would leave without it."""
+    now()
+    if error is not None:
+        sys.last_value = error
+    atexit._run_exitfuncs()
+    os._exit(0 if error is None else 1)
+
+
+def raised() -> None:
+    try:
+        load_batch()
+    except ValueError as error:
+        end_as_python_does(error)
+
+
+def load_batch() -> None:
+    raise ValueError("the file is truncated")
+
+
+def ended() -> None:
+    end_as_python_does(None)
+
+
+@TRANSPORTS
+@WORLDS
+@pytest.mark.parametrize("fault", [killed, left_at_once])
+def test_gone_without_a_word(ranks: Ranks, transport: str, world: int, fault: Callable[[], None]) -> None:
+    for doomed in (0, world - 1):
+        outcomes = ranks.outcomes(train, world, transport, doomed, fault)
+        at = f"It was last seen past the end of round {ROUND - 1} of Sequential, "
+        assert_lost(outcomes, doomed, "is gone: its process ended without a word", at)
+
+
+@TRANSPORTS
+@WORLDS
+def test_one_that_raised_is_told_with_its_exception(ranks: Ranks, transport: str, world: int) -> None:
+    for doomed in (0, world - 1):
+        outcomes = ranks.outcomes(train, world, transport, doomed, raised)
+        at = f"It was past the end of round {ROUND - 1} of Sequential."
+        assert_lost(outcomes, doomed, "raised ValueError: the file is truncated.", at, "in load_batch", "in raised")
+
+
+@TRANSPORTS
+@WORLDS
+def test_one_that_ended_early_is_told_apart(ranks: Ranks, transport: str, world: int) -> None:
+    for doomed in (0, world - 1):
+        outcomes = ranks.outcomes(train, world, transport, doomed, ended)
+        for outcome in survivors(outcomes, doomed):
+            assert isinstance(outcome.exception, ReplicaLostError), outcome
+            assert outcome.exception.ranks == [doomed]
+            assert (
+                f"rank {outcome.rank}: rank {doomed} ended its training after round {ROUND - 1}; rank {outcome.rank} "
+                f"is in round {ROUND} of Sequential. Give all ranks equally many batches, or use gradsync.uneven"
+            ) in str(outcome.exception)
+
+
+# --- there, but not here ------------------------------------------------------------------------------------
+
+LIMIT = 3.0  # of the group, on an idle machine
+
+
+def stuck_in_user_code() -> None:
+    time.sleep(limit_here() + 1.5)
+
+
+def stuck_in_another_collective() -> None:
+    dist.all_reduce(torch.ones(1), group=dist.group.WORLD)
+
+
+def stopped() -> None:
+    me = os.getpid()
+    subprocess.Popen(["/bin/sh", "-c", f"kill -STOP {me}; sleep {limit_here() + 4}; kill -CONT {me}"])
+    time.sleep(0.5)
+
+
+def limit_here() -> float:
+    return float(os.environ["LIMIT_HERE"])
+
+
+def train_in_vain(transport: str, doomed: int, fault: Callable[[], None], limit: float) -> None:
+    os.environ.update(GRADSYNC_EXPLAIN_AFTER="0.3", LIMIT_HERE=str(limit))
+    train(transport, doomed, fault, limit)
+
+
+WHERE = {
+    stuck_in_user_code: (
+        rf"has been past the end of round {ROUND - 1} of Sequential for \d+ s \(test_named.py:\d+ in stuck_in_user",
+        r"test_named.py:\d+ in train$",
+        r"test_named.py:\d+ in stuck_in_user_code$",
+    ),
+    stuck_in_another_collective: (
+        r"has been in another collective, all_reduce\(\), for \d+ s \(test_named.py:\d+ in stuck_in_another_collective",
+        r"distributed_c10d.py:\d+ in all_reduce",
+    ),
+    stopped: (r"does not answer, though its process is there: it was stopped",),
+}
+
+
+@TRANSPORTS
+@WORLDS
+@pytest.mark.parametrize("fault", WHERE)
+def test_one_that_is_waited_for(ranks: Ranks, transport: str, world: int, fault: Callable[[], None]) -> None:
+    """After a while the log says where it is; at the limit all that wait raise, and say so too."""
+    doomed = world - 1
+    seconds = LIMIT * crowding()
+    outcomes = ranks.outcomes(train_in_vain, world, transport, doomed, fault, seconds, limit=40.0)
+    explanations = set()
+    for outcome in survivors(outcomes, doomed):
+        assert isinstance(outcome.exception, RoundTimeoutError), outcome
+        assert outcome.exception.ranks == [doomed]
+        told = str(outcome.exception)
+        for text in (told, outcome.output):
+            assert re.search(r"rank \d has waited \d+ s, at the end of backward of round 4 of Sequential", text), text
+            assert re.search(r"waiting for bucket \d of 3 \(\d\.\w+ and \d more\)", text), text
+            for pattern in WHERE[fault]:
+                assert re.search(rf"rank {doomed} .*{pattern}" if "has been" in pattern else pattern, text, re.M), text
+        assert outcome.output.count("has waited") == 1, outcome.output
+        assert f"The time limit of the process group is {seconds:g} s" in told
+        explanations.add(told.partition("(Round ")[0].partition("has waited ")[2])
+    assert len(explanations) == 1, explanations
+
+
+def on_two_hosts(stopped_rank: int, limit: float) -> None:
+    os.environ.update(GRADSYNC_EXPLAIN_AFTER="0.3", LIMIT_HERE=str(limit))
+    be_on_host(dist.get_rank() // 2)
+    group = dist.new_group(timeout=timedelta(seconds=limit))
+    module: Any = make("replicate", build(), transport="process_group", process_group=group)
+    backward(module)
+    if dist.get_rank() == stopped_rank:
+        stopped()
+    backward(module)
+
+
+@pytest.mark.parametrize("doomed", [0, 2])
+def test_one_over_which_others_are_heard_is_stopped(ranks: Ranks, doomed: int) -> None:
+    """Rank 0, which collects where ranks are, and the leader of another host: those below are not blamed for it."""
+    outcomes = ranks.outcomes(on_two_hosts, 4, doomed, LIMIT * crowding(), limit=40.0)
+    for outcome in survivors(outcomes, doomed):
+        assert isinstance(outcome.exception, RoundTimeoutError), outcome
+        assert outcome.exception.ranks == [doomed], outcome
+        assert f"rank {doomed} does not answer, though its process is there" in str(outcome.exception)
+
+
+# --- those who don't wait ------------------------------------------------------------------------------------
+
+
+def computing(transport: str, phase: str) -> None:
+    """Rank 1 is killed while the other one has no reason to wait for it."""
+    module = replica(transport)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    backward(module)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        time.sleep(0.2)
+        now()
+        os.kill(os.getpid(), signal.SIGKILL)
+    while True:
+        if phase == "evaluation":
+            with torch.no_grad():
+                module(torch.ones(1, 4))
+        elif phase == "accumulation":
+            with module.no_sync():
+                module(torch.ones(1, 4)).sum().backward()
+        else:
+            optimizer.step()
+        time.sleep(0.001)
+
+
+@TRANSPORTS
+@pytest.mark.parametrize("phase", ["evaluation", "accumulation", "step"])
+def test_those_who_compute_hear_of_it_too(ranks: Ranks, transport: str, phase: str) -> None:
+    outcomes = ranks.outcomes(computing, 2, transport, phase)
+    assert_lost(outcomes, 1, "is gone: its process ended without a word")
+
+
+def slow(transport: str) -> str:
+    os.environ["GRADSYNC_EXPLAIN_AFTER"] = "1"
+    module = replica(transport, 30)
+    for step in range(3):
+        if step == 2 and dist.get_rank() == 1:
+            time.sleep(3)
+        backward(module, step)
+    dist.barrier()
+    return "done"
+
+
+@TRANSPORTS
+def test_one_that_is_only_slow(ranks: Ranks, transport: str) -> None:
+    """It is named in the log, once, and all go on."""
+    outcomes = ranks.outcomes(slow, 2, transport)
+    assert [outcome.result for outcome in outcomes] == ["done", "done"]
+    assert outcomes[0].output.count("rank 1 has been past the end of round 1 of Sequential for") == 1
+    assert "has waited" not in outcomes[1].output
