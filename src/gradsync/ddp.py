@@ -25,7 +25,7 @@ from gradsync.ddp_private import TorchPrivate, _MixedPrecision
 from gradsync.errors import InvalidOptionError, UnsuitableModuleError, WrongTypeError
 from gradsync.groups import check_group, check_mesh, group_of_mesh, resolve_group
 from gradsync.joinable import JoinableReplica, NamedJoin
-from gradsync.options import BufferMode, Options, Reduce, TransportChoice, Verify
+from gradsync.options import BufferMode, OnDivergence, Options, Reduce, TransportChoice, Verify
 from gradsync.replica import API, Replica, make_engine
 
 PREFIX = "module."
@@ -79,6 +79,7 @@ class DistributedDataParallel(TorchPrivate, JoinableReplica, Replica, nn.Module,
         buffers_from: int = 0,
         transport: TransportChoice = "auto",
         verify: Verify = "auto",
+        on_divergence: OnDivergence = "raise",
     ) -> None:
         arguments.module(module, "DistributedDataParallel", "For several modules use gradsync.replicate([...]).")
         super().__init__()
@@ -132,6 +133,7 @@ class DistributedDataParallel(TorchPrivate, JoinableReplica, Replica, nn.Module,
             skip_all_reduce_unused_params=skip_all_reduce_unused_params,
             transport=transport,
             verify=verify,
+            on_divergence=on_divergence,
             delayed=delayed[0],
             delayed_until=delayed[1],
         )

@@ -25,6 +25,7 @@ class RoundClosed(NamedTuple):
     overlapped_buckets: int
     order: tuple[int, ...]  # of arrival on this rank
     corrected: bool  # a gradient arrived after its bucket had left, and a second pass carried it
+    repaired: bool  # replicas had different parameters, and were given the same ones
     forward_at: float = 0.0  # the latest forward began
     backward_ended_at: float = 0.0
 
@@ -36,7 +37,7 @@ class RoundRecord:
         self._opened_at = time.perf_counter()
         self._first_launch_at = self._reduced_at = self._waited = 0.0
         self._overlapped = 0
-        self._corrected = False
+        self._corrected = self._repaired = False
 
     def bucket_launched(self, overlaps: bool) -> None:
         """`overlaps`: backward still computes."""
@@ -51,6 +52,9 @@ class RoundRecord:
         """Gradients that came after their bucket had left are carried."""
         self._corrected = True
 
+    def replicas_repaired(self) -> None:
+        self._repaired = True
+
     def closed(self, number: int, nbytes: int, sent: Sequence[int], order: Sequence[int]) -> RoundClosed:
         return RoundClosed(
             round=number,
@@ -64,6 +68,7 @@ class RoundRecord:
             overlapped_buckets=self._overlapped,
             order=tuple(order),
             corrected=self._corrected,
+            repaired=self._repaired,
         )
 
 

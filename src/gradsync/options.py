@@ -17,6 +17,7 @@ Start = Literal["broadcast", "check", "none"]
 TransportChoice = Literal["auto", "shared_memory", "hierarchical", "process_group"]
 BufferMode = Literal["round", "average", "evaluation", "never"]
 Verify = Literal["auto", "every", "never"]
+OnDivergence = Literal["raise", "repair"]
 VERIFY_VARIABLE = "GRADSYNC_VERIFY"
 
 
@@ -59,6 +60,9 @@ class Options:
     """Whether replicas are compared while training. "auto": everything in rounds 0, 1, 2, 4, ..., 64, and parts of it
     as often as takes a quarter of a percent of a step, so that all is seen within 20 to 60 rounds of a usual model;
     "every": everything in each round; "never"."""
+    on_divergence: OnDivergence = "raise"
+    """If they differ: "raise" on all ranks, or "repair": ranks that differ from most others take over what those have,
+    a warning in the log says so, and training goes on. Where there is no majority, all ranks raise."""
     delayed: tuple[str, ...] = ()
     """Parameters that are reduced together, behind `delayed_until`."""
     delayed_until: str | None = None
@@ -86,6 +90,7 @@ class Options:
         one_of("buffers", self.buffers, get_args(BufferMode))
         one_of("transport", self.transport, get_args(TransportChoice))
         one_of("verify", self.verify, get_args(Verify))
+        one_of("on_divergence", self.on_divergence, get_args(OnDivergence))
         self.verify_mode()
         items("delayed", self.delayed, str, "Give names of parameters.")
         if bool(self.delayed) != (self.delayed_until is not None):

@@ -79,7 +79,7 @@ class Identity(NamedTuple):
         if values is not None and not self.follows:
             value |= (values & 0x7FFFFFFF) << _VALUES
             mask |= VALUES
-        return Label(value, mask)
+        return Label(value, mask, essential=IDENTITY)
 
 
 def digest(text: str, bits: int = 63) -> int:

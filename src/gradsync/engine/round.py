@@ -33,7 +33,14 @@ from gradsync.engine.managed_parameters import HasGrad
 from gradsync.engine.parameter_group import ROUND_FLAGS, ParameterGroup
 from gradsync.engine.reduce_config import ReduceConfig
 from gradsync.engine.sparse_rows import reduce_sparse
-from gradsync.errors import GradsyncError, HookError, ReplicaLostError, RoundTimeoutError, UnfinishedRoundError
+from gradsync.errors import (
+    GradsyncError,
+    HookError,
+    ReplicaDivergedError,
+    ReplicaLostError,
+    RoundTimeoutError,
+    UnfinishedRoundError,
+)
 from gradsync.events import RoundClosed, RoundRecord
 from gradsync.guard import strict, unsynchronized
 from gradsync.guard.replicas import Comparison
@@ -82,6 +89,7 @@ class Round:
         self.unit_after = self.scaling.unit
         """In which weights are measured in the next round."""
         self._earlier, self._second_order, self._position = earlier, second_order, position
+        self._drifted = False  # replicas differ, and are to be repaired
         self._fingerprint = None if comparison is None or follows else comparison.of_round(self.identity.number)
 
         user_owned, kept = group.gradients.before_round(group.buckets, group.dirty)
@@ -376,8 +384,8 @@ class Round:
     def _await(self, flight: InFlight) -> None:
         """Returns when it is reduced; raises if it was none of this round."""
         self._wait_for(flight)
-        if flight.bucket.plan.device.type == "cpu" and flight.work.differing():  # elsewhere asking would make it wait
-            self._refuse()
+        if flight.bucket.plan.device.type == "cpu":  # elsewhere asking would make it wait
+            self._judge(flight.work.differing())
 
     def _wait_for(self, flight: InFlight) -> None:
         bucket, group = flight.bucket, self._group
@@ -398,9 +406,16 @@ class Round:
 
     def _check_labels(self) -> None:
         """Of what was reduced on another device than the CPU, where asking makes the host wait."""
-        flights = [one for one in self.launched if one.bucket.plan.device.type != "cpu"]
-        if any(flight.work.differing() for flight in flights):
+        for flight in self.launched:
+            if flight.bucket.plan.device.type != "cpu":
+                self._judge(flight.work.differing())
+
+    def _judge(self, differing: int) -> None:
+        """By the bits of labels on which the ranks disagree: raises, or notes what `finish` has to repair."""
+        repairs = self._comparison is not None and self._config.options.on_divergence == "repair"
+        if differing & IDENTITY or (differing and not repairs):
             self._refuse()
+        self._drifted = self._drifted or bool(differing)
 
     def _refuse(self) -> None:
         """Labels differ: the ranks are in different rounds, or the replicas have diverged. All ranks raise.
@@ -421,7 +436,7 @@ class Round:
         if bits & IDENTITY or self._comparison is None:
             raise self._lockstep.mismatch(self.identity, Kind.ROUND, transport)
         self._lockstep.diverged()
-        raise self._comparison.error(transport, self.identity.number)
+        raise self._comparison.error(transport, self.identity.number, counted=not self.identity.follows)
 
     def _await_all(self, ignore_hook: bool = False) -> None:
         """`ignore_hook`: whatever a communication hook has to say."""
@@ -457,6 +472,8 @@ class Round:
         last = group.buckets[-1]
         self._check_labels()
         if self._comparison is not None:
+            if self._drifted:  # not before: optimizers in backward step earlier on one rank than on another
+                self._repair(self._comparison)
             self._comparison.round_closed(self.identity.number, self._fingerprint, group.transport)
         second_pass, incomplete, rows_known, *flags = last.read_flags()
         weight = total_weight(last, scaling)
@@ -483,6 +500,15 @@ class Round:
             return None
         names = [spec.name for spec in group.specs]
         return strict.not_all_used(group.transport.rank, self.identity.number, self._unused(), names)
+
+    def _repair(self, comparison: Comparison) -> None:
+        try:
+            comparison.repair(self._group.transport, self.identity.number, counted=not self.identity.follows)
+        except ReplicaDivergedError:
+            self._group.drop_gradients()
+            self._lockstep.diverged()
+            raise
+        self._record.replicas_repaired()
 
     def _find_idle(self) -> frozenset[int]:
         """Buckets but the last that nobody has filled. By their tails, which are the same everywhere."""

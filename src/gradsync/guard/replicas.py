@@ -9,6 +9,7 @@ a quarter of a percent of a step at most; everything is then seen within 20 to 6
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections import Counter
@@ -36,6 +37,8 @@ _LEAST_BYTES = 16 * 1024
 _ALIGNED = 8 * COLUMNS  # elements: pieces begin there, and fill whole rows of a checksum
 _SHOWN = 5
 _MASK = 2**31 - 1
+_NOT_COUNTED = "\nnot counted"  # no name of a tensor
+_log = logging.getLogger("gradsync")
 
 
 class Piece(NamedTuple):
@@ -124,23 +127,56 @@ class Comparison:
         if steps:
             self._take_turns(*schedule(max(row[0] for row in rows) / 1e9, min(steps) / 1e9))
 
-    def error(self, transport: Transport, number: int) -> ReplicaDivergedError:
-        """Finds out what differs; all ranks do this together."""
-        found = _compare(self._named, transport)
+    def error(self, transport: Transport, number: int, counted: bool = True) -> ReplicaDivergedError:
+        """Finds out what differs; all ranks do this together. `counted`: this rank's values are compared."""
+        return self._describe(_find(_exchange_digests(self._named, transport, counted=counted)), transport, number)
+
+    def repair(self, transport: Transport, number: int, counted: bool = True) -> None:
+        """Ranks that differ from most others take over what those have; all ranks do this together.
+
+        Of each parameter for itself: of three ranks, two may be off in different ones. Raises if any has no majority.
+        """
+        rows = _exchange_digests(self._named, transport, counted=counted)
+        found = _find(rows)
+        if not found.majority:
+            raise self._describe(found, transport, number)
+        by_source: dict[int, list[Tensor]] = {}
+        for name in found.names:
+            # `.data`: a graph that was kept for another backward must not take this for a change by its user.
+            source = next(rank for rank, row in enumerate(rows) if row and row[name] == found.common[name])
+            by_source.setdefault(source, []).append(_torch.local(self._named[name]).data)
+        for source, tensors in sorted(by_source.items()):
+            transport.broadcast(tensors, source)
+        if transport.rank == 0 or transport.rank in found.ranks:
+            _log.warning(
+                "rank %d: the replicas had diverged, and were repaired: %s. %s They have the others' values now; "
+                "their gradients since then were computed with other ones, and the state of their optimizers was not "
+                "compared (gradsync.verify(model, optimizer) does). If this comes again, something changes parameters "
+                "on some ranks only: with on_divergence='raise' the ranks stop where it is noticed.",
+                transport.rank,
+                found,
+                self._since(found.names[0], number),
+            )
+
+    def _since(self, name: str, number: int) -> str:
+        """Between which rounds a parameter began to differ."""
+        at = list(self._named).index(name)
+        seen = min((latest for piece, latest in self._seen.items() if piece.parameter == at), default=-1)
+        return f"'{name}' began to differ " + (
+            f"between rounds {seen} and {number}." if seen >= 0 else f"before round {number}."
+        )
+
+    def _describe(self, found: _Found, transport: Transport, number: int) -> ReplicaDivergedError:
         if not found.names:
             return ReplicaDivergedError(
                 f"rank {transport.rank}: the replicas had different parameters when round {number} began, and no "
                 "longer have: something changes them while others use them."
             )
-        first = found.names[0]
-        at = list(self._named).index(first)
-        seen = min((latest for piece, latest in self._seen.items() if piece.parameter == at), default=-1)
-        since = f"between rounds {seen} and {number}" if seen >= 0 else f"before round {number}"
         return ReplicaDivergedError(
-            f"rank {transport.rank}: the replicas have diverged: {found}. '{first}' began to differ {since}. Something "
-            "changed parameters on some ranks only, or in another way: another learning rate or weight decay, a "
-            "checkpoint loaded or a step taken or left out by one rank, `.grad` changed after backward, noise from a "
-            "generator of its own, or other hardware or numbers of threads, which round differently. Do the same on "
+            f"rank {transport.rank}: the replicas have diverged: {found}. {self._since(found.names[0], number)} "
+            "Something changed parameters on some ranks only, or in another way: another learning rate or weight "
+            "decay, a checkpoint loaded or a step taken or left out by one rank, `.grad` changed after backward, noise "
+            "from a generator of its own, or other hardware or numbers of threads, which round differently. Do the same on "
             "all ranks, or load the same checkpoint. Who wants replicas that differ passes verify='never'.",
             found.ranks,
             found.names,
@@ -208,9 +244,17 @@ def _cut(tensors: Sequence[Tensor], turns: int) -> list[list[Piece]]:
 
 
 class _Found(NamedTuple):
+    """What differs."""
+
     names: list[str]
     ranks: list[int]
-    majority: bool
+    common: dict[str, str | None]
+    """What most ranks have, for those names for which there is such a thing."""
+
+    @property
+    def majority(self) -> bool:
+        """Whether it is known of each name who is off."""
+        return bool(self.names) and len(self.common) == len(self.names)
 
     def __str__(self) -> str:
         more = f" and {len(self.names) - _SHOWN} more" if len(self.names) > _SHOWN else ""
@@ -218,7 +262,7 @@ class _Found(NamedTuple):
         ranks = ", ".join(map(str, self.ranks))
         if self.majority:
             return f"on rank {ranks}, {listed} {'is' if len(self.names) == 1 else 'are'} not what most ranks have"
-        return f"rank {ranks} have different {listed}"
+        return f"rank {ranks} have different {listed}, and there is no majority"
 
 
 def compare(tensors: Mapping[str, Tensor], numbers: Mapping[str, object], transport: Transport) -> None:
@@ -226,26 +270,40 @@ def compare(tensors: Mapping[str, Tensor], numbers: Mapping[str, object], transp
 
     `numbers`: settings that must be the same too.
     """
-    found = _compare(tensors, transport, numbers)
+    found = _find(_exchange_digests(tensors, transport, numbers))
     if found.names:
         raise ReplicaDivergedError(f"rank {transport.rank}: the replicas differ: {found}.", found.ranks, found.names)
 
 
-def _compare(
-    tensors: Mapping[str, Tensor], transport: Transport, numbers: Mapping[str, object] | None = None
-) -> _Found:
+def _find(rows: Sequence[Mapping[str, str] | None]) -> _Found:
+    """By what each rank has, by name; None: a rank that does not count."""
+    counted = {rank: row for rank, row in enumerate(rows) if row is not None}
+    every = dict.fromkeys(name for row in counted.values() for name in row)
+    names = [name for name in every if len({row.get(name) for row in counted.values()}) > 1]
+    common: dict[str, str | None] = {}
+    for name in names:
+        value, count = Counter(row.get(name) for row in counted.values()).most_common(1)[0]
+        if 2 * count > len(counted):
+            common[name] = value
+    known = len(common) == len(names)
+    off = [rank for rank, row in counted.items() if not known or any(row.get(name) != common[name] for name in names)]
+    return _Found(names, off, common)
+
+
+def _exchange_digests(
+    tensors: Mapping[str, Tensor],
+    transport: Transport,
+    numbers: Mapping[str, object] | None = None,
+    counted: bool = True,
+) -> list[dict[str, str] | None]:
+    """What each rank has, by name; None: of one that is not counted."""
     texts = [f"{name}\t{digest(tensor)[:24]}" for name, tensor in tensors.items()]
     texts += [f"{name}\t{value!r}" for name, value in (numbers or {}).items()]
-    rows = [dict(line.split("\t", 1) for line in text.split("\n") if line) for text in _exchange(texts, transport)]
-    names = [name for name in dict.fromkeys(n for row in rows for n in row) if len({row.get(name) for row in rows}) > 1]
-    if not names:
-        return _Found([], [], False)
-    kinds = Counter(tuple(row.get(name) for name in names) for row in rows)
-    common, count = kinds.most_common(1)[0]
-    if 2 * count > len(rows):
-        off = [rank for rank, row in enumerate(rows) if tuple(row.get(name) for name in names) != common]
-        return _Found(names, off, True)
-    return _Found(names, list(range(len(rows))), False)
+    rows = _exchange(texts if counted else [_NOT_COUNTED], transport)
+    return [
+        None if text == _NOT_COUNTED else dict(line.split("\t", 1) for line in text.split("\n") if line)
+        for text in rows
+    ]
 
 
 def _exchange(lines: Sequence[str], transport: Transport) -> list[str]:

@@ -22,6 +22,8 @@ class Statistics:
     """Those of them that travelled while backward was still computing."""
     corrected_rounds: int = 0
     """Rounds that needed a second pass for gradients that came after their bucket had left."""
+    repaired_rounds: int = 0
+    """Rounds in which replicas had different parameters, and were given the same ones (`on_divergence="repair"`)."""
 
     transport: str = ""
     """What carries the buckets, and why that and no other."""
@@ -50,5 +52,6 @@ class Statistics:
             self.buckets = len(event.sent)
             self.overlapped_buckets = event.overlapped_buckets
             self.corrected_rounds += event.corrected
+            self.repaired_rounds += event.repaired
             if len(self.used) < 3:
                 self.used.add(frozenset(event.order))

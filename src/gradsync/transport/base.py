@@ -32,7 +32,7 @@ class Work(Protocol):
         """Whether `wait` would return at once."""
 
     def differing(self) -> int:
-        """After `wait`: the bits of the label on which ranks disagree. If there are any, the result is worthless."""
+        """After `wait`: the bits of the label on which ranks disagree. The result is worthless if any is essential."""
 
 
 class Done:

@@ -26,6 +26,8 @@ class Label(NamedTuple):
 
     value: int = 0
     mask: int = 0
+    essential: int = -1
+    """The bits on which ranks must agree for theirs to be parts of one sum; it is not made else."""
 
 
 UNLABELLED = Label()
@@ -34,7 +36,7 @@ UNLABELLED = Label()
 def differing(labels: Iterable[Label]) -> int:
     """The bits on which some disagree."""
     ones = zeros = 0
-    for value, mask in labels:
+    for value, mask, _ in labels:
         ones |= value & mask
         zeros |= ~value & mask
     return ones & zeros
@@ -48,7 +50,7 @@ def write(places: Tensor, labels: tuple[Label, ...]) -> None:
 @lru_cache(maxsize=16)  # all buckets of a round have the same
 def _written(labels: tuple[Label, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     ones = zeros = 0
-    for value, mask in labels:
+    for value, mask, _ in labels:
         ones |= value & mask
         zeros |= ~value & mask
     bits = [(number >> bit) & 1 for number in (zeros, ones) for bit in range(BITS)]

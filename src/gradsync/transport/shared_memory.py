@@ -65,9 +65,9 @@ class SharedMemoryTransport:
 
     def _reduce_staged(self, buffer: Tensor, scale: float, label: Label) -> Work:
         """A buffer that is not in memory that all see: every rank adds up copies of all of them."""
-        shown = self._staging.exchange(_LABEL.pack(*label) + pack(summation.scaled(buffer, scale)))
+        shown = self._staging.exchange(_LABEL.pack(label.value, label.mask) + pack(summation.scaled(buffer, scale)))
         differing = labels.differing(Label(*_LABEL.unpack_from(one)) for one in shown)
-        if not differing:
+        if not differing & label.essential:
             terms = [unpack(one[_LABEL.size :], buffer.dtype, buffer.device) for one in shown]
             buffer.copy_(summation.sum_of_copies(terms).view(buffer.shape))
         return Done(differing)

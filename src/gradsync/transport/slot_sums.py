@@ -140,7 +140,7 @@ class Reduction:
         """This rank's slot is filled, and counts `scale` times; ranks may pass different scales."""
         self._sums, self._control = sums, sums.tensor.control
         self._start, self._stop = start, sums.tensor.numel if stop is None else stop
-        self._differing = 0
+        self._differing, self._essential = 0, label.essential
         self._operation = sums.fill(scale, label)
         progress_engine.begin(self)
 
@@ -161,9 +161,10 @@ class Reduction:
     def _refuse_if_labels_differ(self) -> bool:
         """Whether the slots are no terms of one sum; then they stay what they are, and this rank's part is done."""
         self._differing = differing(self._sums.labels())
-        if self._differing:
+        refused = bool(self._differing & self._essential)
+        if refused:
             self._sums.publish(Word.REDUCED)
-        return bool(self._differing)
+        return refused
 
     def differing(self) -> int:
         return self._differing
