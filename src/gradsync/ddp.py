@@ -25,7 +25,7 @@ from gradsync.ddp_private import TorchPrivate, _MixedPrecision
 from gradsync.errors import InvalidOptionError, UnsuitableModuleError, WrongTypeError
 from gradsync.groups import check_group, check_mesh, group_of_mesh, resolve_group
 from gradsync.joinable import JoinableReplica, NamedJoin
-from gradsync.options import BufferMode, OnDivergence, Options, Reduce, TransportChoice, Verify
+from gradsync.options import BufferMode, OnDivergence, OnNonFinite, Options, Reduce, TransportChoice, Verify
 from gradsync.replica import API, Replica, make_engine
 
 PREFIX = "module."
@@ -80,6 +80,7 @@ class DistributedDataParallel(TorchPrivate, JoinableReplica, Replica, nn.Module,
         transport: TransportChoice = "auto",
         verify: Verify = "auto",
         on_divergence: OnDivergence = "raise",
+        on_nonfinite: OnNonFinite = "ignore",
     ) -> None:
         arguments.module(module, "DistributedDataParallel", "For several modules use gradsync.replicate([...]).")
         super().__init__()
@@ -134,6 +135,7 @@ class DistributedDataParallel(TorchPrivate, JoinableReplica, Replica, nn.Module,
             transport=transport,
             verify=verify,
             on_divergence=on_divergence,
+            on_nonfinite=on_nonfinite,
             delayed=delayed[0],
             delayed_until=delayed[1],
         )

@@ -80,6 +80,18 @@ class ReplicaDivergedError(GradsyncError, RuntimeError):
         return type(self), (str(self), self.ranks, self.parameters)
 
 
+class NonFiniteGradientError(GradsyncError, FloatingPointError, RuntimeError):
+    """Gradients have NaN or Inf. `parameters` are their names, in the order of arrival; `ranks` brought them."""
+
+    def __init__(self, message: str, ranks: Sequence[int] = (), parameters: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.ranks = list(ranks)
+        self.parameters = list(parameters)
+
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        return type(self), (str(self), self.ranks, self.parameters)
+
+
 class RoundMismatchError(GradsyncError, RuntimeError):
     """The ranks were in different rounds: one made a backward that others did not make, or left one out."""
 

@@ -18,6 +18,7 @@ TransportChoice = Literal["auto", "shared_memory", "hierarchical", "process_grou
 BufferMode = Literal["round", "average", "evaluation", "never"]
 Verify = Literal["auto", "every", "never"]
 OnDivergence = Literal["raise", "repair"]
+OnNonFinite = Literal["ignore", "warn", "raise"]
 VERIFY_VARIABLE = "GRADSYNC_VERIFY"
 
 
@@ -63,6 +64,10 @@ class Options:
     on_divergence: OnDivergence = "raise"
     """If they differ: "raise" on all ranks, or "repair": ranks that differ from most others take over what those have,
     a warning in the log says so, and training goes on. Where there is no majority, all ranks raise."""
+    on_nonfinite: OnNonFinite = "ignore"
+    """If a gradient has NaN or Inf: "ignore"; "warn" in the log which parameter's, and from which ranks it came; or
+    "raise" that on all ranks, at the end of backward. Looking costs one more pass over the gradients, before and after
+    the sum."""
     delayed: tuple[str, ...] = ()
     """Parameters that are reduced together, behind `delayed_until`."""
     delayed_until: str | None = None
@@ -91,6 +96,7 @@ class Options:
         one_of("transport", self.transport, get_args(TransportChoice))
         one_of("verify", self.verify, get_args(Verify))
         one_of("on_divergence", self.on_divergence, get_args(OnDivergence))
+        one_of("on_nonfinite", self.on_nonfinite, get_args(OnNonFinite))
         self.verify_mode()
         items("delayed", self.delayed, str, "Give names of parameters.")
         if bool(self.delayed) != (self.delayed_until is not None):

@@ -122,7 +122,7 @@ def test_the_round_is_delivered(front: str) -> None:
     replica = make(front, module, **REPAIR)
     if dist.get_rank() == 1:
         with torch.no_grad():
-            module[2].bias.add_(1)
+            module.get_parameter("2.bias").add_(1)
     own = build()
     own.load_state_dict(module.state_dict())
     backward(own, 0)
@@ -144,7 +144,7 @@ def test_with_an_optimizer_in_backward() -> None:
     for step in range(4):
         if step == 2 and dist.get_rank() == 2:
             with torch.no_grad():
-                module[0].weight.mul_(2)
+                module.get_parameter("0.weight").mul_(2)
         backward(replica, step)
         same_everywhere(module)
 
@@ -162,7 +162,7 @@ def test_over_a_mesh_and_with_a_policy() -> None:
             optimizer.step()
             if step == 1 and dist.get_rank() == 0:
                 with torch.no_grad():
-                    module[0].weight.mul_(2)
+                    module.get_parameter("0.weight").mul_(2)
         gradsync.verify(replica)
 
 
@@ -186,7 +186,7 @@ def out_of_data() -> bool:
             optimizer.step()
             if step == 3 and dist.get_rank() == 4:
                 with torch.no_grad():
-                    module[0].weight.mul_(2)
+                    module.get_parameter("0.weight").mul_(2)
     same_everywhere(module)
     return not torch.equal(
         nn.utils.parameters_to_vector(build().parameters()), nn.utils.parameters_to_vector(module.parameters())

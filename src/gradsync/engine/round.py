@@ -36,13 +36,15 @@ from gradsync.engine.sparse_rows import reduce_sparse
 from gradsync.errors import (
     GradsyncError,
     HookError,
+    NonFiniteGradientError,
     ReplicaDivergedError,
     ReplicaLostError,
     RoundTimeoutError,
     UnfinishedRoundError,
 )
 from gradsync.events import RoundClosed, RoundRecord
-from gradsync.guard import strict, unsynchronized
+from gradsync.guard import nonfinite, strict, unsynchronized
+from gradsync.guard.nonfinite import NonFiniteCheck
 from gradsync.guard.replicas import Comparison
 from gradsync.hooks import comm_hook
 from gradsync.hooks.comm_hook import GradBucket, Hook, HookWork, name_of
@@ -119,6 +121,9 @@ class Round:
         self._latest_hook: Work | None = None  # what a communication hook has under way
         self._delivered = 0  # how many of those launched
         self._record = RoundRecord()
+        self._finite = None if config.options.on_nonfinite == "ignore" else NonFiniteCheck()
+        self.nonfinite: NonFiniteGradientError | None = None
+        """To be raised when all is over: it is the same on all ranks."""
 
     @property
     def has_sent(self) -> bool:
@@ -213,6 +218,8 @@ class Round:
         # A gradient that the view replaces is let go at once: memory for one set is enough. So is one of weight 0: if
         # no other rank has one, `.grad` becomes None.
         collected = collect(bucket, self._holders, self._dirty, self._user_owned, group.as_view or not scaling.weight)
+        for index, gradient in zip(bucket.indices, collected.gradients, strict=True) if self._finite else ():
+            self._check_brought(index, gradient)
         bucket.write_tail(collected.used, flags)
         values = self._fingerprint.value() if last and self._fingerprint is not None else None
         label = self.identity.label(Kind.ROUND, number, values)
@@ -292,6 +299,8 @@ class Round:
             self._make_plan(others)
         assert group.plan is not None
         self._late_gradients |= {index: self._take_late(index) for index in sorted(self._late)}
+        for index, gradient in self._late_gradients.items():
+            self._check_brought(index, gradient)
         self._late.clear()
         last = len(group.buckets) - 1
         self._pass_idle()
@@ -375,6 +384,8 @@ class Round:
         group = self._group
         used = deliver(flight, self._holders, self.scaling, group.as_view, self._config.see_reduced)
         group.gradients.delivered(flight, used, self._earlier)
+        for index in flight.bucket.indices if self._finite else ():
+            self._check_reduced(index)
         if self._config.stepper is not None:
             indices = [index for index, is_used in zip(flight.bucket.indices, used, strict=True) if is_used]
             group.mark_clean(indices)  # the guard lets the step pass
@@ -483,7 +494,9 @@ class Round:
                 mine = torch.zeros_like(group.leaves[index]) if holder.grad is None else holder.grad
                 known = (config.known_rows or {}).get(group.name(index))
                 factor = scaling.factor / weight if weight > 0 else 0.0
+                self._check_brought(index, holder.grad)
                 holder.grad = reduce_sparse(group.name(index), mine, factor, known, rows_known, group.transport)
+                self._check_reduced(index)
                 group.gradients.gave(index, self._earlier)
             elif index in self._dirty:  # only ranks of weight 0 used it: nobody did
                 holder.grad = None
@@ -493,6 +506,9 @@ class Round:
             late, plans = self._late_gradients, group.plan.buckets
             for index in carry_late(plans, group.specs, late, self._holders, scaling, group.transport, label):
                 group.gradients.gave(index, self._earlier)
+                self._check_reduced(index)
+        if self._finite is not None:
+            self._find_nonfinite(self._finite)
         self.unit_after = scaling.unit_after(weight)
         if config.options.skip_all_reduce_unused_params:
             group.leave_out(self._find_idle())
@@ -500,6 +516,24 @@ class Round:
             return None
         names = [spec.name for spec in group.specs]
         return strict.not_all_used(group.transport.rank, self.identity.number, self._unused(), names)
+
+    def _check_brought(self, index: int, gradient: Tensor | None) -> None:
+        """Before the sum, if somebody wants to know of NaN and Inf."""
+        if self._finite is not None and gradient is not None:
+            self._finite.brought.add(self._group.name(index), gradient)
+
+    def _check_reduced(self, index: int) -> None:
+        """After it."""
+        if self._finite is not None and (gradient := self._holders[index].grad) is not None:
+            self._finite.reduced.add(self._group.name(index), gradient)
+
+    def _find_nonfinite(self, check: NonFiniteCheck) -> None:
+        group = self._group
+        found = check.find(self.identity.number, group.transport, alike=self._config.comm_hook is None)
+        if found is not None and self._config.options.on_nonfinite == "warn":
+            nonfinite.warn(found, group.transport.rank)
+        elif found is not None:
+            self.nonfinite = found
 
     def _repair(self, comparison: Comparison) -> None:
         try:

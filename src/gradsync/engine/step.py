@@ -332,6 +332,7 @@ class TrainingStep:
                     self.joining.round_closed()
             except Exception as error:
                 raise (failed or error) from None
+            nonfinite = self.reducer.round.nonfinite
             event = self.reducer.end_round(failed is None, ended_at)
         except BaseException:
             self.reducer.drop_round()
@@ -341,6 +342,8 @@ class TrainingStep:
         if event is not None:
             for recorder in self._recorders:
                 recorder(event)
+        if nonfinite is not None:
+            raise nonfinite
 
     def end_open_round(self) -> None:
         """One that no backward ends."""

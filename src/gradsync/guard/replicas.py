@@ -176,8 +176,8 @@ class Comparison:
             f"rank {transport.rank}: the replicas have diverged: {found}. {self._since(found.names[0], number)} "
             "Something changed parameters on some ranks only, or in another way: another learning rate or weight "
             "decay, a checkpoint loaded or a step taken or left out by one rank, `.grad` changed after backward, noise "
-            "from a generator of its own, or other hardware or numbers of threads, which round differently. Do the same on "
-            "all ranks, or load the same checkpoint. Who wants replicas that differ passes verify='never'.",
+            "from a generator of its own, or other hardware or numbers of threads, which round differently. Do the "
+            "same on all ranks, or load the same checkpoint. Who wants replicas that differ passes verify='never'.",
             found.ranks,
             found.names,
         )
