@@ -319,6 +319,14 @@ def knows(group: dist.ProcessGroup) -> bool:
     return group in distributed_c10d._world.pg_map
 
 
+def ranks_of(group: dist.ProcessGroup) -> list[int]:
+    """Its ranks in the world; of a group that c10d does not know, something that only the same group has."""
+    try:
+        return dist.get_process_group_ranks(group)
+    except (KeyError, ValueError, RuntimeError, AssertionError):
+        return [-1 - id(group)]
+
+
 def twin_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Another group of all ranks, with the same backend; all of them take part in making it."""
     made: dist.ProcessGroup = dist.new_group(

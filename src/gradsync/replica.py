@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradsync import arguments, contract
+from gradsync.engine.backward_rounds import end_rounds
 from gradsync.engine.engine import Engine
 from gradsync.engine.module_names import named_parameters
 from gradsync.engine.parameter_policy import ParameterPolicy
-from gradsync.engine.step import end_rounds
 from gradsync.engine.uneven import uneven as _uneven
 from gradsync.errors import NoProcessGroupError, NotReplicatedError, WrongTypeError
 from gradsync.groups import check_group

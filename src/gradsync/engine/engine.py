@@ -95,11 +95,12 @@ class Engine(TrainingStep):
                 state,
                 settings,
                 reducer,
+                group=group,
                 input_device=input_device,
                 left_alone=left_alone,
                 is_wrapped=is_wrapped,
             )
-        self.group, self.options, self.ignored = group, options, ignored
+        self.options, self.ignored = options, ignored
         self.statistics = Statistics()
         self.statistics.moved_to(transport.name, transport.reason)
         self.add_recorder(self.statistics.record)

@@ -35,6 +35,8 @@ from gradsync.watch.position import here
 _MODULE, _NUMBER, _BUCKET, _KIND, _STEPPED, _SETTINGS, _VALUES = 0, 8, 18, 22, 24, 25, 32
 IDENTITY = (1 << _VALUES) - 1
 """The bits that say which round it is."""
+SAME_BUCKET = (1 << _KIND) - 1
+"""Those that say which bucket of which round: if ranks agree on these, they have at least the same memory in mind."""
 VALUES = 0x7FFFFFFF << _VALUES
 """Those that compare replicas."""
 
@@ -79,7 +81,7 @@ class Identity(NamedTuple):
         if values is not None and not self.follows:
             value |= (values & 0x7FFFFFFF) << _VALUES
             mask |= VALUES
-        return Label(value, mask, essential=IDENTITY)
+        return Label(value, mask, essential=SAME_BUCKET)
 
 
 def digest(text: str, bits: int = 63) -> int:

@@ -23,7 +23,8 @@ from gradsync.errors import UnfinishedRoundError
 from gradsync.options import Options
 from gradsync.transport.base import Request, Transport
 
-ROUND_FLAGS = 3  # what the last bucket's tail says besides usage and weight, see `Round.launch_rest`
+COMPANIONS = 32  # other replicas with a round in the same backward, by their serial numbers
+ROUND_FLAGS = 3 + COMPANIONS  # what the last bucket's tail says besides usage and weight, see `Round.launch_rest`
 
 
 class ParameterGroup:

@@ -28,9 +28,9 @@ from gradsync import _torch
 from gradsync.engine.bucket import Bucket
 from gradsync.engine.in_flight import NOT_SENT, Collected, InFlight, collect, deliver, total_weight
 from gradsync.engine.late_gradients import carry_late
-from gradsync.engine.lockstep import IDENTITY, Identity, Kind, Lockstep
+from gradsync.engine.lockstep import IDENTITY, SAME_BUCKET, Identity, Kind, Lockstep
 from gradsync.engine.managed_parameters import HasGrad
-from gradsync.engine.parameter_group import ROUND_FLAGS, ParameterGroup
+from gradsync.engine.parameter_group import COMPANIONS, ROUND_FLAGS, ParameterGroup
 from gradsync.engine.reduce_config import ReduceConfig
 from gradsync.engine.sparse_rows import reduce_sparse
 from gradsync.errors import (
@@ -129,6 +129,11 @@ class Round:
     def has_sent(self) -> bool:
         """Whether other ranks have something of it."""
         return any(flight.is_sent for flight in self.launched)
+
+    @property
+    def has_left(self) -> bool:
+        """Whether all of its buckets have left, with gradients or with nothing."""
+        return bool(self._group.buckets) and len(self.launched) >= len(self._group.buckets)
 
     def in_flight(self) -> set[int]:
         """Parameters whose gradients have left and are not back yet."""
@@ -309,6 +314,8 @@ class Round:
             self._pass_idle()
         incomplete = self._config.strict and not self.identity.follows and bool(self._unused())
         flags = [bool(self._late_gradients), incomplete, bool(self._config.known_rows)]
+        companions = {other.serial % COMPANIONS for other in others}
+        flags += [number in companions for number in range(COMPANIONS)]
         flags += [self._brings(index) for index in group.plan.sparse]
         if self._config.options.skip_all_reduce_unused_params:
             flags += [any(map(self._brings, bucket.indices)) for bucket in group.buckets[:last]]
@@ -340,6 +347,23 @@ class Round:
 
     def _unused(self) -> list[int]:
         return [index for index, count in enumerate(self.counts) if not count]
+
+    def read_companions(self) -> set[int]:
+        """All of it has left: waits for the last bucket, and gives the replicas with a round in the same backward of
+        any rank, by their serial numbers modulo `COMPANIONS`.
+        """
+        began, last = time.perf_counter(), self.launched[-1]
+        try:
+            self._wait_for(last)
+        except HookError as error:  # told again by whoever awaits all of them
+            if error.timed_out:
+                raise
+            return set()
+        self._record.bucket_reduced(began)
+        if last.work.differing() & SAME_BUCKET:
+            return set()
+        flags = last.bucket.read_flags()[ROUND_FLAGS - COMPANIONS : ROUND_FLAGS]
+        return {number for number, is_set in enumerate(flags) if is_set}
 
     @torch.no_grad()
     def deliver_rest(self) -> Exception | None:
@@ -486,9 +510,10 @@ class Round:
             if self._drifted:  # not before: optimizers in backward step earlier on one rank than on another
                 self._repair(self._comparison)
             self._comparison.round_closed(self.identity.number, self._fingerprint, group.transport)
-        second_pass, incomplete, rows_known, *flags = last.read_flags()
+        flags = last.read_flags()
+        second_pass, incomplete, rows_known = flags[: ROUND_FLAGS - COMPANIONS]
         weight = total_weight(last, scaling)
-        for index, used in zip(group.plan.sparse, flags[: len(group.plan.sparse)], strict=True):
+        for index, used in zip(group.plan.sparse, flags[ROUND_FLAGS:], strict=False):
             holder = self._holders[index]
             if used:
                 mine = torch.zeros_like(group.leaves[index]) if holder.grad is None else holder.grad

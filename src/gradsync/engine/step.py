@@ -1,14 +1,14 @@
 """One training step of a replicated module: what its front does around forward, and what autograd tells in backward.
 
-From top to bottom it is a step. It opens rounds and ends those of a backward; what a round is, is in `round.py`.
+From top to bottom it is a step. It opens rounds; what a round is, is in `round.py`, and that those of one backward end
+together in `backward_rounds.py`.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence, Set
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from gradsync import _torch
-from gradsync.engine import without_backward
+from gradsync.engine import backward_rounds, without_backward
 from gradsync.engine.backward import Backward, accumulates, arm, come_at_once
 from gradsync.engine.buffers import Buffers
 from gradsync.engine.managed_parameters import ManagedParameters
@@ -28,14 +28,7 @@ from gradsync.engine.parameter_policy import ParameterPolicy
 from gradsync.engine.reducer import Reducer
 from gradsync.engine.round import Phase, Round
 from gradsync.engine.uneven import Joining
-from gradsync.errors import (
-    HookError,
-    NoProcessGroupError,
-    ParametersChangedError,
-    ReplicaLostError,
-    RoundTimeoutError,
-    UnfinishedRoundError,
-)
+from gradsync.errors import NoProcessGroupError, ParametersChangedError, UnfinishedRoundError
 from gradsync.events import Recorder
 from gradsync.guard import unsynchronized
 from gradsync.guard.replicas import Comparison
@@ -66,11 +59,13 @@ class TrainingStep:
         settings: Settings,
         reducer: Reducer,
         *,
+        group: Any,
         input_device: torch.device | None,
         left_alone: Iterable[Tensor],
         is_wrapped: bool,
     ) -> None:
-        """`input_device`, `left_alone`, `is_wrapped`: see `Engine`."""
+        """`group`, `input_device`, `left_alone`, `is_wrapped`: see `Engine`."""
+        self.group = group
         self.modules, self.module = list(modules), modules[0]
         self.transport, self.policy = transport, policy
         self.managed, self.buffers, self.reducer = managed, buffers, reducer
@@ -92,6 +87,7 @@ class TrainingStep:
         self._compare()
         self._claim()
         self._listen()
+        backward_rounds.made(self)
 
     # --- forward, as the fronts drive it --------------------------------------------------------------
 
@@ -208,24 +204,40 @@ class TrainingStep:
             backward = _current_backward()
             if backward == self._not_a_round:
                 return None
-            abandon_together(self)
+            backward_rounds.abandon_together(self)
             if reducer.split or not self._may_open(passed_output) or not reducer.parameters:
                 if passed_output or not self._evaluates_alone():
                     self._not_a_round = backward
                 return None
             reducer.group.gradients.check_first_order()
-            with _listing:
-                position = sum(backward in other._backward.met for other in _with_rounds)
+            position = len(backward_rounds.opened_in(backward))
             reducer.open_round(second_order=torch.is_grad_enabled(), position=position)  # in a backward: for a graph
-            with _listing:
-                _with_rounds.add(self)
+            backward_rounds.opened(self)
         self._backward.enter()
         return reducer.round
 
     def _notice_death(self) -> None:
         """A backward that raised never ends. When another one runs, what it has left waits to be abandoned."""
         if self._backward.died():
-            strand_together(self)
+            backward_rounds.strand_together(self)
+
+    @property
+    def met(self) -> Set[int]:
+        """The graph tasks of the backward that is followed, which has passed this module."""
+        return self._backward.met.keys()
+
+    def forget_backward(self) -> None:
+        """It has raised: it is followed no longer."""
+        self._backward.forget()
+
+    def follow_round(self) -> bool:
+        """Opens a round that a backward on other ranks has opened, and that this rank's has not reached."""
+        if self.reducer.is_unfinished or not self.reducer.synchronizing or self.joining is not None:
+            return False
+        if self.reducer.forked or not self.reducer.parameters or not self._may_open(passed_output=True):
+            return False
+        self.reducer.open_round()
+        return True
 
     def _may_open(self, passed_output: bool) -> bool:
         """Whether a backward that begins, in which an output was passed or not, is a round; sees to changes first."""
@@ -254,10 +266,10 @@ class TrainingStep:
         if reducer.forked:
             return
         if reducer.round is not None and not reducer.runs_elsewhere():
-            strand_together(self)
+            backward_rounds.strand_together(self)
         elif reducer.round is None:
             self._backward.forget()
-        abandon_together(self)
+        backward_rounds.abandon_together(self)
 
     def _confirm_changes(self) -> None:
         """Before a round: what this rank has set or changed since the one before, all ranks must have."""
@@ -298,12 +310,10 @@ class TrainingStep:
 
     def _backward_ended(self) -> None:
         """The outermost backward, with or without synchronization, is over."""
-        task = _current_backward()
-        with _listing:
-            engines = [other for other in _with_rounds if task in other._backward.met and other is not self]
+        others = [other for other in backward_rounds.opened_in(_current_backward()) if other is not self]
         self.show_registered()
         if self.reducer.round is not None:
-            end_rounds([self, *engines])
+            backward_rounds.end_rounds([self, *others])
 
     def show_registered(self) -> None:
         """After a backward; compute parameters hand over what they were given."""
@@ -347,7 +357,7 @@ class TrainingStep:
 
     def end_open_round(self) -> None:
         """One that no backward ends."""
-        end_rounds([self])
+        backward_rounds.end_rounds([self])
 
     def add_recorder(self, recorder: Recorder) -> None:
         """From now on it is told of each round, too."""
@@ -435,88 +445,3 @@ class TrainingStep:
         inside = {id(parameter) for module in self.modules for parameter in module.parameters()}
         registered = {id(entry.parameter) for entry in self.managed.entries}
         return inside | registered | {id(parameter) for parameter in self._left_alone}
-
-
-# Those with a round that a backward has opened; replicas may train in threads of their own.
-_with_rounds: weakref.WeakSet[TrainingStep] = weakref.WeakSet()
-_listing = threading.Lock()
-
-
-def end_rounds(engines: Sequence[TrainingStep]) -> None:
-    """Ends the rounds of one backward, in the same order on all ranks, and raises what failed first, at the end.
-
-    All of them first launch what they have left: waiting for one while another rank waits for a second one would be
-    for ever. One that could not be launched is abandoned: the other ranks raise. (With a communication hook, that is
-    done by the next forward.)
-    """
-    engines = sorted(engines, key=lambda engine: engine.reducer.lockstep.serial)
-    failures: list[Exception] = []
-    for engine in engines:
-        others = [other.reducer.lockstep for other in engines if other is not engine]
-        engine.show_registered()
-        try:
-            assert engine.reducer.round is not None
-            engine.reducer.round.launch_rest(others)
-        except Exception as error:
-            failures.append(error)
-    nobody_waits = any(map(_lost_each_other, failures))
-    somebody_waits = not nobody_waits and any(engine.reducer.has_sent for engine in engines)
-    for engine in engines:
-        with _listing:
-            _with_rounds.discard(engine)
-        if not somebody_waits:
-            engine.reducer.drop_round()
-            continue
-        if engine.reducer.hooked and not engine.reducer.is_launched:
-            # Its hook has just raised, and is needed to send the rest: the next forward does so.
-            engine.reducer.strand_round()
-            continue
-        try:
-            engine.end_round()
-        except Exception as error:
-            failures.append(error)
-            somebody_waits = not _lost_each_other(error)
-    if failures:
-        raise failures[0]
-
-
-def strand_together(engine: TrainingStep) -> None:
-    """A backward has raised: all its rounds wait to be abandoned."""
-    with _listing:
-        dead = [other for other in _with_rounds if other._backward.met.keys() & engine._backward.met.keys()]
-        for other in {engine, *dead}:
-            _with_rounds.discard(other)
-            other._backward.forget()
-            other.reducer.strand_round({engine, *dead} - {other})
-
-
-def abandon_together(engine: TrainingStep) -> None:
-    """Ends what a backward that raised has left, of all replicas that took part in it, as other ranks wait for them.
-
-    If nothing of it had left, there was no round. Raises what the ranks find to be different.
-    """
-    stranded = [one for one in (engine, *engine.reducer.stranded_with) if one.reducer.is_stranded]
-    stranded.sort(key=lambda one: one.reducer.lockstep.serial)
-    somebody_waits = any(one.reducer.has_sent for one in stranded)
-    for one in stranded:
-        one.reducer.resume_round()
-        if somebody_waits:
-            one.reducer.send_abandoned()
-    failures: list[Exception] = []
-    for one in stranded:
-        if not somebody_waits:
-            one.reducer.drop_round()
-            continue
-        try:
-            one.end_round()
-        except Exception as error:
-            failures.append(error)
-            somebody_waits = not _lost_each_other(error)
-    if failures:
-        raise failures[0]
-
-
-def _lost_each_other(error: Exception) -> bool:
-    """Whether ranks have given up waiting for each other: there is nobody to end a round with."""
-    lost = isinstance(error, (ReplicaLostError, RoundTimeoutError))
-    return lost or (isinstance(error, HookError) and error.timed_out)
