@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradsync import arguments, contract
-from gradsync.engine.backward_rounds import end_rounds
+from gradsync.engine.backward_rounds import skip_together
 from gradsync.engine.engine import Engine
 from gradsync.engine.module_names import named_parameters
 from gradsync.engine.parameter_policy import ParameterPolicy
@@ -64,13 +64,11 @@ class Replica:
         """Instead of a backward, on a rank that has to skip its batch: takes part in the others' round with weight 0.
 
         `.grad` is then the mean over the other ranks, as it is there; step as they do. Also in the handler of an
-        exception that backward has raised: what had left by then still counts in the mean.
+        exception that backward has raised: what had left by then still counts in the mean. All replicas that this
+        backward had reached are skipped together, whichever of them this is called on.
         """
         assert isinstance(self, nn.Module)
-        engines = engines_in(self)
-        for engine in engines:
-            engine.skip_round()
-        end_rounds(engines)
+        skip_together(engines_in(self))
 
     def register_comm_hook(self, state: object, hook: Hook) -> None:
         """`hook(state, bucket) -> Future[Tensor]` reduces each bucket instead of the mean; see `gradsync.hooks`.

@@ -44,14 +44,16 @@ def opened_in(backward: int) -> list[TrainingStep]:
         return [engine for engine in _with_rounds if backward in engine.met]
 
 
-def end_rounds(engines: Sequence[TrainingStep]) -> None:
+def end_rounds(engines: Sequence[TrainingStep], skipping: bool = False) -> list[TrainingStep]:
     """Ends the rounds of one backward, in the same order on all ranks, and raises what failed first, at the end.
+
+    Also those that only other ranks have open; gives all of them. `skipping`: this rank does not count in those.
 
     All of them first launch what they have left: waiting for one while another rank waits for a second one would be
     for ever. One that could not be launched is abandoned: the other ranks raise. (With a communication hook, that is
     done by the next forward.)
     """
-    engines, failures = _launch_all(engines)
+    engines, failures = _launch_all(engines, skipping)
     nobody_waits = any(map(_lost_each_other, failures))
     somebody_waits = not nobody_waits and any(engine.reducer.has_sent for engine in engines)
     for engine in engines:
@@ -69,11 +71,15 @@ def end_rounds(engines: Sequence[TrainingStep]) -> None:
         except Exception as error:
             failures.append(error)
             somebody_waits = not _lost_each_other(error)
+        except BaseException:  # Ctrl-C: the others are at the end of these rounds, and the next forward comes to it too
+            _strand([one for one in engines if one.reducer.round is not None])
+            raise
     if failures:
         raise failures[0]
+    return engines
 
 
-def _launch_all(engines: Iterable[TrainingStep]) -> tuple[list[TrainingStep], list[Exception]]:
+def _launch_all(engines: Iterable[TrainingStep], skipping: bool) -> tuple[list[TrainingStep], list[Exception]]:
     """Launches the rest of these rounds, and those that other ranks have open; gives them in order, and what failed.
 
     Those that have a plan first: they wait for nobody. In its first round a replica meets the other ranks, so before
@@ -88,14 +94,18 @@ def _launch_all(engines: Iterable[TrainingStep]) -> tuple[list[TrainingStep], li
         try:
             if asked < len(launched) and (not waiting or waiting[0].reducer.group.plan is None):
                 asked += 1
-                waiting += _follow_companions(launched[asked - 1], (*launched, *waiting))
+                followed = _follow_companions(launched[asked - 1], (*launched, *waiting))
+                for engine in followed if skipping else ():
+                    engine.skip_round()
+                waiting += followed
                 continue
             engine = waiting.pop(0)
             others = [other.reducer.lockstep for other in (*launched, *waiting)]
             launched.append(engine)
             engine.show_registered()
             assert engine.reducer.round is not None
-            engine.reducer.round.launch_rest(others)
+            if not engine.reducer.is_launched:  # it is if somebody has interrupted its end
+                engine.reducer.round.launch_rest(others)
         except Exception as error:
             failures.append(error)
             if _lost_each_other(error):
@@ -137,11 +147,16 @@ def _others_over_same_ranks(engine: TrainingStep, but: Sequence[TrainingStep]) -
 def strand_together(engine: TrainingStep) -> None:
     """A backward has raised: all its rounds wait to be abandoned."""
     with _listing:
-        dead = [other for other in _with_rounds if other.met & engine.met]
-        for other in {engine, *dead}:
-            _with_rounds.discard(other)
-            other.forget_backward()
-            other.reducer.strand_round({engine, *dead} - {other})
+        dead = [other for other in _with_rounds if other.met & engine.met and other is not engine]
+    _strand([engine, *dead])
+
+
+def _strand(engines: Sequence[TrainingStep]) -> None:
+    for engine in engines:
+        with _listing:
+            _with_rounds.discard(engine)
+        engine.forget_backward()
+        engine.reducer.strand_round([other for other in engines if other is not engine])
 
 
 def abandon_together(engine: TrainingStep) -> None:
@@ -167,12 +182,35 @@ def abandon_together(engine: TrainingStep) -> None:
             one.reducer.drop_round()
             continue
         try:
-            one.end_round()
+            if one.reducer.is_launched:
+                one.discard_round()
+            else:
+                one.end_round()
         except Exception as error:
             failures.append(error)
             somebody_waits = not _lost_each_other(error)
     if failures:
         raise failures[0]
+
+
+def skip_together(engines: Sequence[TrainingStep]) -> None:
+    """Takes part in the others' rounds of these replicas with nothing, instead of a backward.
+
+    If a backward has raised, in those of all replicas that it had reached, or that it has reached on other ranks: those
+    have them all open. Whoever then skips them one by one has done so with the first. A round of which all had left
+    when its end was interrupted is not skipped any more, but ended.
+    """
+    asked = [engine for engine in engines if not engine.reducer.take_skipped()]
+    if not asked:
+        return
+    with _listing:
+        left = [one for one in _all if one not in asked and one.reducer.is_unfinished]
+    together = [*asked, *(one for one in left if not one.reducer.runs_elsewhere())]
+    for engine in together:
+        engine.skip_round()
+    for engine in end_rounds(together, skipping=True):
+        if engine not in engines:
+            engine.reducer.note_skipped()
 
 
 def _send_abandoned(stranded: list[TrainingStep]) -> None:

@@ -32,7 +32,6 @@ from gradsync.engine.uneven import Joining
 from gradsync.errors import (
     HookError,
     InvalidOptionError,
-    UnfinishedRoundError,
 )
 from gradsync.guard import replicas
 from gradsync.guard.start import Beginnings, check_layers, check_module, check_same_model, check_same_values
@@ -137,22 +136,6 @@ class Engine(TrainingStep):
         if self.reducer.hooked:
             raise InvalidOptionError(_HOOK_DECIDES)
         self.reducer.rescale(weight=weight if self.reducer.config.scaling.usual_weight else 0.0)
-
-    def open_without_backward(self) -> None:
-        """Opens a round, or goes on with one whose backward has raised."""
-        if not self.reducer.resume_round():
-            if not self._may_open(passed_output=True):
-                raise UnfinishedRoundError(
-                    f"rank {self.transport.rank}: there is no round of {type(self.module).__name__} to take part in: "
-                    "another wrapper of the same module was made since. Call this on that one."
-                )
-            self.reducer.open_round()
-
-    def skip_round(self) -> None:
-        """Opens a round in which this rank brings nothing, and gets what the others have; `end_rounds` ends it."""
-        self.open_without_backward()
-        assert self.reducer.round is not None
-        self.reducer.round.skip()
 
     def set_out_of_data(self, flag: bool | None) -> None:
         """Inside `gradsync.uneven`: whether this rank has run out of data, and counts for nothing. None: outside."""

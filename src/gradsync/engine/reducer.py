@@ -46,6 +46,7 @@ class Reducer:
         self.stranded_with: frozenset[TrainingStep] = frozenset()
         """Whose rounds the same backward has left."""
         self._stranded: Round | None = None  # of one that is known to have raised
+        self._skipped = False  # together with another replica
         self.synchronizing = True
         """Whether a backward that begins is a round, or only accumulates."""
         self.split = False
@@ -178,6 +179,15 @@ class Reducer:
             if (error := stranded.end_abandoned()) is not None:
                 raise error
 
+    def note_skipped(self) -> None:
+        """Its round was skipped together with that of another replica."""
+        self._skipped = True
+
+    def take_skipped(self) -> bool:
+        """Whether that is so, once."""
+        skipped, self._skipped = self._skipped, False
+        return skipped
+
     def resume_round(self) -> bool:
         """Goes on with a round whose backward has raised, if there is one."""
         self.round, self._stranded, self.stranded_with = self.round or self._stranded, None, frozenset()
@@ -191,6 +201,7 @@ class Reducer:
     def forward_begins(self) -> None:
         """Raises what torch's strictness has to say of the latest round."""
         self._forward_at = time.perf_counter()
+        self._skipped = False
         if self._unfinished is not None:
             unfinished, self._unfinished = self._unfinished, None
             raise unfinished
@@ -319,16 +330,29 @@ class Reducer:
     @property
     def seems_dirty(self) -> bool:
         """Whether any parameters have gradients that were never synchronized."""
-        return self.split or bool(self.group.dirty or self.group.lost)
+        return self.split or self.is_unfinished or bool(self.group.dirty or self.group.lost)
 
     def name_dirty(self, among: Sequence[int]) -> list[str]:
         """Names of dirty parameters among these; those whose gradient was thrown away are not."""
         group = self.group
         dirty = [index for index in among if self.split or index in group.dirty]
-        lost = group.lost | (self.round.in_flight() if self.round is not None else set())
-        return [group.name(index) for index in among if index in lost] or [
-            group.name(index) for index in dirty if group.has_gradient(index)
-        ]
+        return [group.name(index) for index in dirty if group.has_gradient(index)]
+
+    def name_lost(self, among: Sequence[int]) -> list[str]:
+        """Names of those whose gradients were lost with a backward that raised, or are on their way.
+
+        If none of these has a gradient, they were all thrown away, as they should be then.
+        """
+        group, lost = self.group, set(self.group.lost)
+        for one in (self.round, self._stranded):
+            lost |= one.in_flight() if one is not None else set()
+        if lost and not any(index not in lost and group.has_gradient(index) for index in among):
+            return []
+        return [group.name(index) for index in among if index in lost]
+
+    def undo_divisions(self) -> None:
+        """Before a step: of gradients that never came, as their backward has raised."""
+        self.group.undo_divisions()
 
     def name_foreign(self, among: Sequence[int], since: int) -> list[str]:
         """Names of parameters among these whose `.grad` no round has delivered.

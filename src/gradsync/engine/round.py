@@ -228,17 +228,32 @@ class Round:
         bucket.write_tail(collected.used, flags)
         values = self._fingerprint.value() if last and self._fingerprint is not None else None
         label = self.identity.label(Kind.ROUND, number, values)
-        if config.comm_hook is not None:
-            bucket.fill(collected.gradients)
-            bucket.split_unused(collected.gradients, collected.used, scaling)
-            work = self._run_hook(config.comm_hook, bucket, number, last, label)
-        else:
-            all_of_it = config.see_reduced is not None
-            work = bucket.send(collected.gradients, collected.used, scaling, group.transport, label, all_of_it)
+        try:
+            if config.comm_hook is not None:
+                bucket.fill(collected.gradients)
+                bucket.split_unused(collected.gradients, collected.used, scaling)
+                work = self._run_hook(config.comm_hook, bucket, number, last, label)
+            else:
+                all_of_it = config.see_reduced is not None
+                work = bucket.send(collected.gradients, collected.used, scaling, group.transport, label, all_of_it)
+        except BaseException:
+            self._give_back(bucket, collected)
+            raise
         kept = self._kept.pop(number, None)
         self.launched.append(InFlight(bucket, work, collected, kept, self._second_order))
         self._record.bucket_launched(overlaps)
         self._lockstep.count_launch()
+
+    def _give_back(self, bucket: Bucket, collected: Collected) -> None:
+        """It could not leave. What lies in the bucket itself, a communication hook may have changed: that is lost."""
+        for at, index in enumerate(bucket.indices):
+            gradient, held = collected.gradients[at], collected.held[at]
+            if gradient is None or gradient is not bucket.views[at] or self._config.comm_hook is None:
+                self._holders[index].grad = gradient
+            elif held is not None and held is not gradient:
+                self._holders[index].grad = gradient.copy_(held)
+            elif self._holders is self._group.holders:
+                self._group.lose(index)
 
     def _run_hook(
         self,
@@ -388,8 +403,7 @@ class Round:
     def _await_rest(self) -> tuple[Exception | None, list[InFlight]]:
         """Those that have been reduced, and what a hook has to say of the others."""
         failed, reduced = None, []
-        rest, self._delivered = self.launched[self._delivered :], len(self.launched)
-        for flight in rest:
+        for flight in self.launched[self._delivered :]:
             if not flight.is_sent:
                 continue
             began = time.perf_counter()
@@ -401,6 +415,7 @@ class Round:
                     raise
                 failed = failed or error
             self._record.bucket_reduced(began)
+        self._delivered = len(self.launched)
         return failed, reduced
 
     def _deliver(self, flight: InFlight) -> None:

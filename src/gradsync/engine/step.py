@@ -239,6 +239,23 @@ class TrainingStep:
         self.reducer.open_round()
         return True
 
+    def skip_round(self) -> None:
+        """Opens a round in which this rank brings nothing, and gets what the others have; `end_rounds` ends it."""
+        self.open_without_backward()
+        assert self.reducer.round is not None
+        if not self.reducer.is_launched:
+            self.reducer.round.skip()
+
+    def open_without_backward(self) -> None:
+        """Opens a round, or goes on with one that is open, or whose backward has raised."""
+        if not self.reducer.resume_round():
+            if not self._may_open(passed_output=True):
+                raise UnfinishedRoundError(
+                    f"rank {self.transport.rank}: there is no round of {type(self.module).__name__} to take part in: "
+                    "another wrapper of the same module was made since. Call this on that one."
+                )
+            self.reducer.open_round()
+
     def _may_open(self, passed_output: bool) -> bool:
         """Whether a backward that begins, in which an output was passed or not, is a round; sees to changes first."""
         if self._superseded or (self._evaluates_alone() and not passed_output):
@@ -269,6 +286,7 @@ class TrainingStep:
             backward_rounds.strand_together(self)
         elif reducer.round is None:
             self._backward.forget()
+            reducer.group.undo_divisions()
         backward_rounds.abandon_together(self)
 
     def _confirm_changes(self) -> None:
@@ -323,7 +341,10 @@ class TrainingStep:
             self.managed.compute_parameters.end_backward()
 
     def end_round(self) -> None:
-        """All buckets of the round under way have left: runs it to its end. If they could not, it is abandoned."""
+        """All buckets of the round under way have left: runs it to its end. If they could not, it is abandoned.
+
+        If it is interrupted (Ctrl-C) while it waits, the round stays: `discard_round` ends it before the next one.
+        """
         ended_at = time.perf_counter()
         assert self.reducer.round is not None
         if self.reducer.round.phase is Phase.OVER:  # the ranks found out in the middle of it that they differ
@@ -344,8 +365,9 @@ class TrainingStep:
                 raise (failed or error) from None
             nonfinite = self.reducer.round.nonfinite
             event = self.reducer.end_round(failed is None, ended_at)
-        except BaseException:
-            self.reducer.drop_round()
+        except BaseException as error:
+            if isinstance(error, Exception) or not self.reducer.round.in_flight():
+                self.reducer.drop_round()
             raise
         if failed is not None:
             raise failed
@@ -354,6 +376,11 @@ class TrainingStep:
                 recorder(event)
         if nonfinite is not None:
             raise nonfinite
+
+    def discard_round(self) -> None:
+        """Ends a round whose end was interrupted. What it brings is not wanted: that backward has raised."""
+        self.end_round()
+        self.reducer.group.drop_gradients()
 
     def end_open_round(self) -> None:
         """One that no backward ends."""

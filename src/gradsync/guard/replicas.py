@@ -82,6 +82,8 @@ class Comparison:
         self._whole_at = -1  # the latest round in which everything was the same everywhere
         self._everything = 0.0  # seconds that looking at everything takes
         self._began = 0.0
+        self._suspect: bool = before is not None and before._suspect
+        """They have been found to differ: everything is looked at until they don't."""
         self._take_turns(*((TURNS, 1) if before is None else before._chosen))
 
     def _take_turns(self, turns: int, every: int) -> None:
@@ -99,7 +101,7 @@ class Comparison:
         """What this rank holds now of what round `number` compares."""
         if self.paused:
             return None
-        if self._always or (number <= _EVERYTHING_UNTIL and number & (number - 1) == 0):
+        if self._always or self._suspect or (number <= _EVERYTHING_UNTIL and number & (number - 1) == 0):
             began = time.perf_counter()
             if number == _EVERYTHING_UNTIL // 2:
                 self._began = began
@@ -112,7 +114,7 @@ class Comparison:
     def round_closed(self, number: int, fingerprint: Fingerprint | None, transport: Transport) -> None:
         """What was compared is the same on all ranks. All of them call this, also those that compared nothing."""
         if fingerprint is not None and fingerprint.pieces is self._all:
-            self._whole_at = number
+            self._whole_at, self._suspect = number, False
             self._seen = dict.fromkeys(self._seen, number)
         elif fingerprint is not None:
             self._seen.update(dict.fromkeys(fingerprint.pieces, number))
@@ -129,6 +131,7 @@ class Comparison:
 
     def error(self, transport: Transport, number: int, counted: bool = True) -> ReplicaDivergedError:
         """Finds out what differs; all ranks do this together. `counted`: this rank's values are compared."""
+        self._suspect = True
         return self._describe(_find(_exchange_digests(self._named, transport, counted=counted)), transport, number)
 
     def repair(self, transport: Transport, number: int, counted: bool = True) -> None:
@@ -139,6 +142,7 @@ class Comparison:
         rows = _exchange_digests(self._named, transport, counted=counted)
         found = _find(rows)
         if not found.majority:
+            self._suspect = True
             raise self._describe(found, transport, number)
         by_source: dict[int, list[Tensor]] = {}
         for name in found.names:

@@ -51,6 +51,10 @@ class Rounds(Protocol):
 
     def name_dirty(self, among: Sequence[int]) -> list[str]: ...
 
+    def name_lost(self, among: Sequence[int]) -> list[str]: ...
+
+    def undo_divisions(self) -> None: ...
+
     def name_foreign(self, among: Sequence[int], since: int) -> list[str]: ...
 
     def left_dirty(self, parameter: Tensor) -> bool: ...
@@ -196,6 +200,9 @@ def _look(optimizer: Optimizer) -> None:
             continue
         reducer: Rounds = engine.reducer
         engine.transport.check_alive()
+        reducer.undo_divisions()
+        if reducer.seems_dirty and (lost := reducer.name_lost(one.indices)):
+            raise _lost_error(optimizer, reducer.rank, lost)
         names = reducer.name_dirty(one.indices) if reducer.seems_dirty else []
         names += [name for name, parameter in one.strays if _is_local(parameter, reducer)]
         since = _since.get(optimizer, {}).get(engine, 0)
@@ -256,9 +263,20 @@ def _check_registered(optimizer: Optimizer, reducer: Rounds) -> None:
                 )
 
 
+def _list(names: list[str]) -> str:
+    return ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _lost_error(optimizer: Optimizer, rank: int, names: list[str]) -> UnsynchronizedStepError:
+    return UnsynchronizedStepError(
+        f"rank {rank}: {type(optimizer).__name__}.step() while gradients of {_list(names)} were lost with a backward "
+        "that raised, or are still on their way: the others would step without them. Call zero_grad(), on all ranks, "
+        "and run a backward again before the step."
+    )
+
+
 def _error(optimizer: Optimizer, rank: int, dirty: list[str], foreign: list[str]) -> UnsynchronizedStepError:
-    names = dirty or foreign
-    listed = ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    listed = _list(dirty or foreign)
     cure = (
         "Run the last backward before a step outside of no_sync() and with set_requires_gradient_sync(True), and step "
         "after backward has ended; or call model.synchronize_gradients() on all ranks, also after a pipeline that "

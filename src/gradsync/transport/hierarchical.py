@@ -147,7 +147,7 @@ class Crossing:
         try:
             self._bridge.has_arrived(self._work)  # raises if it broke while somebody waited for another one
             self._sums.wait(self._operation, lambda: self._sums.missing(self._operation), self._late)
-        except BaseException:
+        except Exception:  # not if somebody interrupts this wait: the other ranks still count on it
             progress_engine.abandon(self)
             raise
 
