@@ -121,7 +121,7 @@ def _follow_companions(engine: TrainingStep, taking_part: Sequence[TrainingStep]
     Waits for the other ranks to launch this one.
     """
     idle = _others_over_same_ranks(engine, taking_part)
-    if not idle or (leading := engine.reducer.round) is None or not leading.has_left:
+    if not idle or (leading := engine.reducer.round) is None or not leading.flights.has_left:
         return []
     found = []
     for number in leading.read_companions():

@@ -160,6 +160,11 @@ class Lockstep:
         self._mismatches = 0
         self.set_alike(settings)
 
+    @property
+    def number(self) -> int:
+        """Of the round under way, or else of the next one."""
+        return self._number
+
     def set_alike(self, settings: str) -> None:
         """All ranks must have these settings from now on."""
         self.settings = settings

@@ -21,7 +21,7 @@ from gradsync.engine.lockstep import Lockstep
 from gradsync.engine.managed_parameters import HasGrad, Managed
 from gradsync.engine.parameter_group import ManagedBefore, ParameterGroup
 from gradsync.engine.reduce_config import ReduceConfig, Scaling
-from gradsync.engine.round import Phase, Round
+from gradsync.engine.round import Phase, Round, ask_all
 from gradsync.errors import ForkedError, UnfinishedRoundError
 from gradsync.events import RoundClosed
 from gradsync.guard.replicas import Comparison
@@ -163,7 +163,7 @@ class Reducer:
     @property
     def has_sent(self) -> bool:
         """Whether other ranks have something of the round under way, or of one that was left."""
-        return any(one is not None and one.has_sent for one in (self.round, self._stranded))
+        return any(one is not None and one.flights.has_sent for one in (self.round, self._stranded))
 
     def send_abandoned(self) -> None:
         """The rest of a round whose backward has raised, unless all of it has left."""
@@ -213,7 +213,7 @@ class Reducer:
     def leave(self) -> None:
         """Drops an unfinished round without telling the other ranks, before changing groups."""
         if self.resume_round() and self.round is not None:
-            for flight in self.round.launched:
+            for flight in self.round.flights.launched:
                 with contextlib.suppress(Exception):  # whatever it was, backward raised it
                     flight.work.wait()
         self.drop_round()
@@ -234,7 +234,7 @@ class Reducer:
             )
 
     def confirm(self, settings: str, described: str) -> None:
-        """Before a round: what has changed here, all ranks must change alike; see `Round.ask`.
+        """Before a round: what has changed here, all ranks must change alike; see `ask_all`.
 
         `settings`: what must be set alike; `described`: parameters and buffers, if they are others than before.
         """
@@ -243,8 +243,7 @@ class Reducer:
         if changed:
             self.lockstep.set_alike(settings)
         if self.group.plan is not None and (changed or self._changes or described):
-            identity = self.lockstep.before_change(described)
-            Round(self.group, self.lockstep, self.config, None, identity=identity).ask(described)
+            ask_all(self.group, self.lockstep, self.config, described)
         for change in self._changes:
             change()
         self._changes.clear()
@@ -345,7 +344,7 @@ class Reducer:
         """
         group, lost = self.group, set(self.group.lost)
         for one in (self.round, self._stranded):
-            lost |= one.in_flight() if one is not None else set()
+            lost |= one.flights.indices() if one is not None else set()
         if lost and not any(index not in lost and group.has_gradient(index) for index in among):
             return []
         return [group.name(index) for index in among if index in lost]

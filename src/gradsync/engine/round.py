@@ -6,29 +6,28 @@ One outermost backward with synchronization on is one round, and what belongs to
 2. In the very first round nothing is known: everything is launched at the end, and rank 0's order of arrival becomes
    the plan of all ranks. Later a bucket is launched as soon as each of its parameters arrived as often as it ever did,
    strictly in the order of the plan: all ranks launch the same collectives in the same order without a word about it.
+   What has left is in `flights.py`.
 3. It closes when the outermost backward ends: the remaining buckets are launched, the last bucket always here, then
    each is awaited and its gradients are delivered.
 """
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import Enum, auto
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.futures import Future
 
 from gradsync import _torch
 from gradsync.engine.bucket import Bucket
-from gradsync.engine.in_flight import NOT_SENT, Collected, InFlight, collect, deliver, total_weight
+from gradsync.engine.flights import Flights
+from gradsync.engine.in_flight import Collected, InFlight, collect, deliver, total_weight
 from gradsync.engine.late_gradients import carry_late
-from gradsync.engine.lockstep import IDENTITY, SAME_BUCKET, Identity, Kind, Lockstep
+from gradsync.engine.lockstep import IDENTITY, SAME_BUCKET, Kind, Lockstep
 from gradsync.engine.managed_parameters import HasGrad
 from gradsync.engine.parameter_group import COMPANIONS, ROUND_FLAGS, ParameterGroup
 from gradsync.engine.reduce_config import ReduceConfig
@@ -38,19 +37,12 @@ from gradsync.errors import (
     HookError,
     NonFiniteGradientError,
     ReplicaDivergedError,
-    ReplicaLostError,
-    RoundTimeoutError,
     UnfinishedRoundError,
 )
 from gradsync.events import RoundClosed, RoundRecord
 from gradsync.guard import nonfinite, strict, unsynchronized
 from gradsync.guard.nonfinite import NonFiniteCheck
 from gradsync.guard.replicas import Comparison
-from gradsync.hooks import comm_hook
-from gradsync.hooks.comm_hook import GradBucket, Hook, HookWork, name_of
-from gradsync.transport.base import Work
-from gradsync.transport.label import Label
-from gradsync.watch.position import Awaited
 
 
 class Phase(Enum):
@@ -69,21 +61,20 @@ class Round:
         config: ReduceConfig,
         comparison: Comparison | None,
         *,
-        identity: Identity | None = None,
         earlier: int = 0,
         follows: bool = False,
         second_order: bool = False,
         gradients: Sequence[HasGrad] | None = None,
         position: int = 0,
     ) -> None:
-        """`identity`: if it is not the next round; `earlier`: rounds that have closed before; `follows`: on a rank
+        """`earlier`: rounds that have closed before; `follows`: on a rank
         without data, which takes part in a round of the others; `second_order`: opened by a backward with
         `create_graph=True`; `gradients`: what to reduce, one for each parameter, instead of `.grad`; `position`: how
         many rounds of other modules the same backward had opened before.
         """
         self._group, self._lockstep, self._config, self._comparison = group, lockstep, config, comparison
         self.scaling = config.scaling
-        self.identity = lockstep.next_round(follows) if identity is None else identity
+        self.identity = lockstep.next_round(follows)
         self.phase = Phase.OPEN
         group.transport.check_alive()
         lockstep.enter("in backward")
@@ -95,15 +86,15 @@ class Round:
         self._fingerprint = None if comparison is None or follows else comparison.of_round(self.identity.number)
 
         user_owned, kept = group.gradients.before_round(group.buckets, group.dirty)
+        self._detached = gradients is not None
+        """Whether it is about other tensors than `.grad`."""
         if gradients is None:
             self._holders, self._dirty, self._user_owned = group.holders, group.dirty, user_owned
         else:
             self._holders, self._user_owned = list(gradients), set[int]()
             self._dirty = {index for index, one in enumerate(gradients) if one.grad is not None}
-        self._kept = {number: group.buckets[number].data.clone() for number in kept}
-        """Copies of buckets whose memory somebody still refers to; restored after delivery."""
-
-        self._overwritten: dict[int, Tensor] = {}  # what was in buckets that were sent without it
+        self.flights = Flights(group, lockstep, config.comm_hook, kept)
+        """What has left of it."""
 
         self.counts = [0] * len(group.parameters)
         """How often each parameter has arrived."""
@@ -115,30 +106,11 @@ class Round:
         self._late: set[int] = set()
         self._late_gradients: dict[int, Tensor] = {}
 
-        self.launched: list[InFlight] = []
-        """One for each bucket in the order of the plan, idle ones unsent; then idle ones that turned out to be used."""
         self._failed: Exception | None = None  # of an optimizer in backward
-        self._latest_hook: Work | None = None  # what a communication hook has under way
-        self._delivered = 0  # how many of those launched
         self._record = RoundRecord()
         self._finite = None if config.options.on_nonfinite == "ignore" else NonFiniteCheck()
         self.nonfinite: NonFiniteGradientError | None = None
         """To be raised when all is over: it is the same on all ranks."""
-
-    @property
-    def has_sent(self) -> bool:
-        """Whether other ranks have something of it."""
-        return any(flight.is_sent for flight in self.launched)
-
-    @property
-    def has_left(self) -> bool:
-        """Whether all of its buckets have left, with gradients or with nothing."""
-        return bool(self._group.buckets) and len(self.launched) >= len(self._group.buckets)
-
-    def in_flight(self) -> set[int]:
-        """Parameters whose gradients have left and are not back yet."""
-        flights = self.launched[self._delivered :]
-        return {index for flight in flights if flight.is_sent for index in flight.bucket.indices}
 
     # --- during backward -------------------------------------------------------------------------
 
@@ -165,7 +137,7 @@ class Round:
     def _bring(self, index: int) -> None:
         """Brings a large gradient to its place before its bucket is complete. Later arrivals add to it there."""
         number = self._group.bucket_of[index]
-        if number < len(self.launched) or index in self._user_owned:
+        if number < self.flights.count or index in self._user_owned:
             return
         bucket, holder = self._group.buckets[number], self._holders[index]
         gradient, view = holder.grad, bucket.views[bucket.indices.index(index)]
@@ -179,7 +151,7 @@ class Round:
         if self._config.strict and self.counts[index] > 1:
             raise strict.ready_twice(group.transport.rank, index, group.name(index))
         number = group.bucket_of[index]
-        if not 0 <= number < len(self.launched) or number in group.idle:
+        if not 0 <= number < self.flights.count or number in group.idle:
             return
         if self._config.stepper is not None:
             raise UnfinishedRoundError(
@@ -193,23 +165,17 @@ class Round:
         """Launches all buckets whose turn it is."""
         group, last = self._group, len(self._group.buckets) - 1
         self._waiting = False
-        self._pass_idle()
-        while (number := len(self.launched)) < last and self._missing[number] == 0:
+        self.flights.pass_idle()
+        while (number := self.flights.count) < last and self._missing[number] == 0:
             # A user's hook that runs after ours on this parameter wants to see its `.grad`; launching takes it away,
             # so wait for the next arrival.
             if group.bucket_of[arrived] == number and _torch.other_hooks_follow(group.leaves[arrived]):
                 self._waiting = True
                 return
             self._launch(number, overlaps=arrived not in group.at_once)
-            self._pass_idle()
+            self.flights.pass_idle()
         if self._config.stepper is not None:
             self._deliver_reduced()
-
-    def _pass_idle(self) -> None:
-        """Leaves out idle buckets whose turn it is."""
-        while (number := len(self.launched)) in self._group.idle:
-            bucket = self._group.buckets[number]
-            self.launched.append(InFlight(bucket, NOT_SENT, Collected.nothing(bucket)))
 
     @torch.no_grad()
     def _launch(self, number: int, flags: Sequence[bool] = (), overlaps: bool = False) -> None:
@@ -218,7 +184,7 @@ class Round:
         bucket = group.buckets[number]
         last = number == len(group.buckets) - 1
         self._progress = group.transport.progress
-        if self._holders is group.holders:
+        if not self._detached:
             group.collect(bucket.indices)
         # A gradient that the view replaces is let go at once: memory for one set is enough. So is one of weight 0: if
         # no other rank has one, `.grad` becomes None.
@@ -229,20 +195,12 @@ class Round:
         values = self._fingerprint.value() if last and self._fingerprint is not None else None
         label = self.identity.label(Kind.ROUND, number, values)
         try:
-            if config.comm_hook is not None:
-                bucket.fill(collected.gradients)
-                bucket.split_unused(collected.gradients, collected.used, scaling)
-                work = self._run_hook(config.comm_hook, bucket, number, last, label)
-            else:
-                all_of_it = config.see_reduced is not None
-                work = bucket.send(collected.gradients, collected.used, scaling, group.transport, label, all_of_it)
+            see_all = config.see_reduced is not None
+            self.flights.send(number, collected, scaling, label, second_order=self._second_order, see_all=see_all)
         except BaseException:
             self._give_back(bucket, collected)
             raise
-        kept = self._kept.pop(number, None)
-        self.launched.append(InFlight(bucket, work, collected, kept, self._second_order))
         self._record.bucket_launched(overlaps)
-        self._lockstep.count_launch()
 
     def _give_back(self, bucket: Bucket, collected: Collected) -> None:
         """It could not leave. What lies in the bucket itself, a communication hook may have changed: that is lost."""
@@ -252,51 +210,13 @@ class Round:
                 self._holders[index].grad = gradient
             elif held is not None and held is not gradient:
                 self._holders[index].grad = gradient.copy_(held)
-            elif self._holders is self._group.holders:
+            elif not self._detached:
                 self._group.lose(index)
-
-    def _run_hook(
-        self,
-        comm: tuple[Hook, object],
-        bucket: Bucket,
-        number: int,
-        last: bool,
-        label: Label,
-        ignore_hook: bool = False,
-    ) -> Work:
-        """`ignore_hook`: ignores errors of the hook, as the result is thrown away."""
-        hook, state = comm
-        transport = self._group.transport
-        if bucket.plan.device.type == "cpu":
-            # A hook may start further collectives when its first one is done, from whatever thread that is. Two such
-            # hooks at a time would start them in different orders on different ranks.
-            self._settle_hook(ignore_hook)
-        parameters = [self._group.leaves[index] for index in bucket.indices]
-        seen = GradBucket(bucket.data, bucket.views, parameters, number, last)
-        future: Future[Any] | None = None
-        try:
-            future = comm_hook.call(hook, state, seen, transport.rank)
-        except Exception:
-            if not ignore_hook:
-                raise  # before anything of this bucket has left: the round can be abandoned
-        tail = transport.reduce(bucket.tail, self.scaling.factor, label)
-        if future is None:
-            return tail
-        self._latest_hook = HookWork(future, bucket.data, tail, transport.rank, name_of(hook), transport.limit)
-        return self._latest_hook
-
-    def _settle_hook(self, ignore_hook: bool) -> None:
-        """Waits for what a hook has under way. `ignore_hook`: whatever it says."""
-        if self._latest_hook is not None:
-            with contextlib.suppress(*[Exception] if ignore_hook else []):
-                self._latest_hook.wait()
 
     @torch.no_grad()
     def _deliver_reduced(self) -> None:
         """With an optimizer in backward, what has been reduced is delivered at once."""
-        while self._delivered < len(self.launched) and self.launched[self._delivered].work.done():
-            flight = self.launched[self._delivered]
-            self._delivered += 1
+        while (flight := self.flights.take_reduced()) is not None:
             if flight.is_sent:
                 self._await(flight)
                 try:
@@ -313,7 +233,7 @@ class Round:
         `others`: of modules with a round in the same backward. If it raises, the round stays open, to be abandoned.
         """
         group = self._group
-        if self._holders is group.holders:
+        if not self._detached:
             group.collect()
         if group.plan is None:
             self._make_plan(others)
@@ -323,10 +243,10 @@ class Round:
             self._check_brought(index, gradient)
         self._late.clear()
         last = len(group.buckets) - 1
-        self._pass_idle()
-        while (number := len(self.launched)) < last:
+        self.flights.pass_idle()
+        while (number := self.flights.count) < last:
             self._launch(number)
-            self._pass_idle()
+            self.flights.pass_idle()
         incomplete = self._config.strict and not self.identity.follows and bool(self._unused())
         flags = [bool(self._late_gradients), incomplete, bool(self._config.known_rows)]
         companions = {other.serial % COMPANIONS for other in others}
@@ -367,9 +287,9 @@ class Round:
         """All of it has left: waits for the last bucket, and gives the replicas with a round in the same backward of
         any rank, by their serial numbers modulo `COMPANIONS`.
         """
-        began, last = time.perf_counter(), self.launched[-1]
+        began, last = time.perf_counter(), self.flights.launched[-1]
         try:
-            self._wait_for(last)
+            self.flights.wait_for(last)
         except HookError as error:  # told again by whoever awaits all of them
             if error.timed_out:
                 raise
@@ -403,7 +323,7 @@ class Round:
     def _await_rest(self) -> tuple[Exception | None, list[InFlight]]:
         """Those that have been reduced, and what a hook has to say of the others."""
         failed, reduced = None, []
-        for flight in self.launched[self._delivered :]:
+        for flight in self.flights.undelivered:
             if not flight.is_sent:
                 continue
             began = time.perf_counter()
@@ -415,7 +335,7 @@ class Round:
                     raise
                 failed = failed or error
             self._record.bucket_reduced(began)
-        self._delivered = len(self.launched)
+        self.flights.mark_delivered()
         return failed, reduced
 
     def _deliver(self, flight: InFlight) -> None:
@@ -433,30 +353,13 @@ class Round:
 
     def _await(self, flight: InFlight) -> None:
         """Returns when it is reduced; raises if it was none of this round."""
-        self._wait_for(flight)
+        self.flights.wait_for(flight)
         if flight.bucket.plan.device.type == "cpu":  # elsewhere asking would make it wait
             self._judge(flight.work.differing())
 
-    def _wait_for(self, flight: InFlight) -> None:
-        bucket, group = flight.bucket, self._group
-        first = group.name(bucket.indices[0]) if bucket.indices else ""
-        awaited = Awaited(group.buckets.index(bucket), len(group.buckets), first, len(bucket.indices))
-        self._lockstep.enter("at the end of backward", awaited)
-        try:
-            flight.work.wait()
-            self._lockstep.enter("at the end of backward")
-        except (ReplicaLostError, RoundTimeoutError) as error:
-            raise type(error)(f"{error} {self._where(flight.bucket)}", error.ranks) from None
-
-    def _where(self, bucket: Bucket) -> str:
-        number, buckets = self._group.buckets.index(bucket), len(self._group.buckets)
-        names = [self._group.name(index) for index in bucket.indices]
-        holds = f"with '{names[0]}'" if len(names) == 1 else f"from '{names[0]}' to '{names[-1]}'" if names else ""
-        return f"(Round {self.identity.number}, bucket {number + 1} of {buckets}, {holds}.)"
-
     def _check_labels(self) -> None:
         """Of what was reduced on another device than the CPU, where asking makes the host wait."""
-        for flight in self.launched:
+        for flight in self.flights.launched:
             if flight.bucket.plan.device.type != "cpu":
                 self._judge(flight.work.differing())
 
@@ -473,31 +376,17 @@ class Round:
         What was delivered before that was known (by an optimizer in backward, or on a device) is taken back.
         """
         if self.phase is Phase.OPEN:  # in the middle of a backward: all ranks have to come to the same place first
-            self._launch_nothing(Kind.ROUND)
+            self.flights.send_nothing(self.identity, Kind.ROUND, self.scaling)
         self.phase = Phase.OVER
-        self._await_all()
-        bits = 0
+        self.flights.await_all()
         self._restore()
-        if self._holders is self._group.holders:
+        if not self._detached:
             self._group.drop_gradients()
-        for flight in self.launched:
-            bits |= flight.work.differing()
         transport = self._group.transport
-        if bits & IDENTITY or self._comparison is None:
+        if self.flights.differing() & IDENTITY or self._comparison is None:
             raise self._lockstep.mismatch(self.identity, Kind.ROUND, transport)
         self._lockstep.diverged()
         raise self._comparison.error(transport, self.identity.number, counted=not self.identity.follows)
-
-    def _await_all(self, ignore_hook: bool = False) -> None:
-        """`ignore_hook`: whatever a communication hook has to say."""
-        for flight in self.launched:
-            try:
-                self._wait_for(flight)
-            except (ReplicaLostError, RoundTimeoutError):
-                raise
-            except Exception:
-                if not ignore_hook:
-                    raise
 
     def _launch_left_out(self) -> None:
         """The last bucket's tail is here: sends those that were left out although somebody has filled them."""
@@ -507,8 +396,7 @@ class Round:
         filled = group.buckets[-1].read_flags()[ROUND_FLAGS + len(group.plan.sparse) :]
         for number in sorted(group.idle):
             if filled[number]:
-                self._settle_hook(ignore_hook=True)
-                self._latest_hook = None
+                self.flights.forget_hook()
                 self._launch(number)
                 continue
             for index in self._dirty & group.buckets[number].members:  # only ranks of weight 0 used it: nobody did
@@ -586,16 +474,16 @@ class Round:
 
     def _find_idle(self) -> frozenset[int]:
         """Buckets but the last that nobody has filled. By their tails, which are the same everywhere."""
-        filled = {one.bucket for one in self.launched if one.is_sent and any(one.bucket.read_usage())}
+        filled = {one.bucket for one in self.flights.launched if one.is_sent and any(one.bucket.read_usage())}
         buckets = self._group.buckets[:-1]
         return frozenset(number for number, bucket in enumerate(buckets) if bucket not in filled)
 
     def close(self) -> RoundClosed:
         """It has ended well; what there is to tell of it."""
         self.phase = Phase.OVER
-        if self._holders is self._group.holders:
+        if not self._detached:
             self._group.learn(self.counts)
-        sent = [flight.bucket for flight in self.launched if flight.is_sent]
+        sent = [flight.bucket for flight in self.flights.launched if flight.is_sent]
         numbers = [self._group.buckets.index(bucket) for bucket in sent]
         nbytes = sum(bucket.plan.nbytes for bucket in sent)
         return self._record.closed(self.identity.number, nbytes, numbers, self.order)
@@ -613,15 +501,17 @@ class Round:
     @torch.no_grad()
     def send_abandoned(self) -> None:
         """Backward has raised, and other ranks wait for the rest: they get it, marked as worth nothing."""
-        self._launch_nothing(Kind.ABANDONED)
+        self.flights.send_nothing(self.identity, Kind.ABANDONED, self.scaling)
 
     @torch.no_grad()
     def end_abandoned(self) -> GradsyncError | None:
         """Then all ranks are in step again. What to raise, unless all of them have abandoned it."""
         self.phase = Phase.OVER
-        self._await_all(ignore_hook=self._config.comm_hook is not None)  # if it was a hook that failed, that is known
+        self.flights.await_all(
+            ignore_hook=self._config.comm_hook is not None
+        )  # if it was a hook that failed, that is known
         self._restore()
-        if self.launched[-1].work.differing() & IDENTITY:  # who has not abandoned it says so there
+        if self.flights.launched[-1].work.differing() & IDENTITY:  # who has not abandoned it says so there
             self._group.drop_gradients()  # as the other ranks do
             return self._lockstep.mismatch(self.identity, Kind.ABANDONED, self._group.transport)
         self._lockstep.count_round()
@@ -629,48 +519,32 @@ class Round:
 
     def _restore(self) -> None:
         """Gives back what was in `.grad` before; of what this backward had added to, nothing is left."""
-        for flight in self.launched if self._holders is self._group.holders else ():
+        for flight in () if self._detached else self.flights.launched:
             bucket, (_, used, held, in_bucket, _) = flight.bucket, flight.collected
             for at, index in enumerate(bucket.indices):
                 if (earlier := held[at]) is not None:
                     self._holders[index].grad = bucket.views[at].copy_(earlier) if at in in_bucket else earlier
                 elif used[at]:
                     self._group.lose(index)
-        for number, data in (self._kept | self._overwritten).items():
-            self._group.buckets[number].data.copy_(data)
-        self._overwritten.clear()
+        self.flights.restore_memory()
 
-    @torch.no_grad()
-    def ask(self, described: str) -> None:
-        """In place of a round, before something changes that all ranks must change alike: reduces one empty bucket that
-        is labelled so. If a rank knows of no change, its bucket has the label of a round, and all ranks raise.
-        """
-        self.phase = Phase.OVER
-        self._launch_nothing(Kind.CHANGE, most=1)
-        first = self.launched[-1]
-        self._wait_for(first)
-        if first.work.differing():
-            self._launch_nothing(Kind.CHANGE)
-            self._await_all()
-            raise self._lockstep.mismatch(self.identity, Kind.CHANGE, self._group.transport, described)
-        self._restore()
 
-    def _launch_nothing(self, kind: Kind, most: int | None = None) -> None:
-        """Sends what is left, or `most` buckets of it, as if there were nothing in them; `_restore` puts it back."""
-        buckets, transport = self._group.buckets, self._group.transport
-        self._pass_idle()
-        while most != 0 and (number := len(self.launched)) < len(buckets):
-            label = self.identity.label(kind, number)
-            bucket, last = buckets[number], number == len(buckets) - 1
-            if any(self._group.holders[index].grad is not None for index in bucket.indices):
-                self._overwritten[number] = bucket.data.clone()
-            if self._config.comm_hook is not None:
-                bucket.buffer.zero_()
-                work = self._run_hook(self._config.comm_hook, bucket, number, last, label, ignore_hook=True)
-            else:
-                work = bucket.send_nothing(self.scaling, transport, label)
-            self.launched.append(InFlight(bucket, work, Collected.nothing(bucket)))
-            self._lockstep.count_launch()
-            most = None if most is None else most - 1
-            if most != 0:
-                self._pass_idle()
+@torch.no_grad()
+def ask_all(group: ParameterGroup, lockstep: Lockstep, config: ReduceConfig, described: str) -> None:
+    """In place of a round, before something changes that all ranks must change alike: reduces one empty bucket that is
+    labelled so. If a rank knows of no change, its bucket has the label of a round, and all ranks raise.
+
+    `described`: parameters and buffers, if they are others than before.
+    """
+    identity, scaling = lockstep.before_change(described), config.scaling
+    group.transport.check_alive()
+    _, kept = group.gradients.before_round(group.buckets, group.dirty)
+    flights = Flights(group, lockstep, config.comm_hook, kept)
+    flights.send_nothing(identity, Kind.CHANGE, scaling, most=1)
+    first = flights.launched[-1]
+    flights.wait_for(first)
+    if first.work.differing():
+        flights.send_nothing(identity, Kind.CHANGE, scaling)
+        flights.await_all()
+        raise lockstep.mismatch(identity, Kind.CHANGE, group.transport, described)
+    flights.restore_memory()

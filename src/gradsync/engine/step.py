@@ -366,7 +366,7 @@ class TrainingStep:
             nonfinite = self.reducer.round.nonfinite
             event = self.reducer.end_round(failed is None, ended_at)
         except BaseException as error:
-            if isinstance(error, Exception) or not self.reducer.round.in_flight():
+            if isinstance(error, Exception) or not self.reducer.round.flights.indices():
                 self.reducer.drop_round()
             raise
         if failed is not None:
