@@ -27,6 +27,7 @@ class RoundClosed(NamedTuple):
     corrected: bool  # a gradient arrived after its bucket had left, and a second pass carried it
     forward_at: float = 0.0  # the latest forward began
     backward_ended_at: float = 0.0
+    module: int = -1  # its serial number, the same on all ranks
 
 
 class RoundRecord:

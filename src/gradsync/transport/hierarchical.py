@@ -27,6 +27,7 @@ from gradsync.transport.host_memory import HostMemory
 from gradsync.transport.label import UNLABELLED, Label
 from gradsync.transport.process_group import ProcessGroupTransport
 from gradsync.transport.shared_buffers import Found, SharedBuffers
+from gradsync.watch.watch import Watch
 
 
 class HierarchicalTransport:
@@ -42,6 +43,10 @@ class HierarchicalTransport:
         self._group, self._host, self._bridge = group, host, bridge
         # With room for what the ranks of this host say of a sum: it crosses with it.
         self._buffers = SharedBuffers(host, host.link.open_channel(), labels.PLACES)
+
+    @property
+    def watch(self) -> Watch | None:
+        return self._group.watch
 
     @property
     def progress(self) -> Callable[[], None]:
