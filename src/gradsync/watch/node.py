@@ -99,6 +99,10 @@ class Node:
         """Sends it up, to rank 0."""
         self._do(lambda: self._up(message))
 
+    def ask_later(self, make: Callable[[], Message]) -> None:
+        """The same for what is not urgent: made and sent by the thread when it looks up next, within a second."""
+        self._actions.append(lambda: self._up(make()))
+
     def say(self, words: Notice, seconds: float) -> None:
         """Last words, to all neighbors; returns when they have left, or after so many seconds.
 

@@ -107,10 +107,10 @@ class Watch:
         at = here.now.aged()
         self._node.say(Notice(self.rank, How.GAVE_UP, why, because=tuple(blamed), at=at), last_words.SECONDS)
 
-    def tell_waits(self, block: Block) -> None:
-        """Brings it to rank 0, unless there is no way up."""
+    def tell_waits(self, make_block: Callable[[], Block]) -> None:
+        """Brings it to rank 0 within a second or so, unless there is no way up. Wakes nobody: training goes on."""
         if self._node.is_running:
-            self._node.ask(block.pack())
+            self._node.ask_later(lambda: make_block().pack())
 
     @property
     def heard(self) -> Heard:
