@@ -152,7 +152,7 @@ SLOW = Straggler(3, "GPT", 120, 128, 14.1, 64.0, 15.5, Phases(0.31, 0.04, 0.08, 
 
 def test_in_words() -> None:
     assert str(SLOW) == (
-        "rank 3 is slow: in 120 of the last 128 rounds of GPT the others waited for it, 14.1 s in all, 22% of the time "
+        "rank 3 is slow: in 120 of the last 128 rounds of GPT the others waited for it, 14.1 s each, 22% of the time "
         "and 91% of all waiting. Each step it spends 310 ms between rounds (data, optimizer), others 95 ms; 40 ms in "
         "forward and loss, others 41 ms; 80 ms in backward, others 80 ms. Look at its data loader, and at what else it "
         "does between steps: logging, checkpoints, evaluation."

@@ -47,8 +47,7 @@ class Node:
         above_of: Callable[[int], int | None] = lambda rank: None,
     ) -> None:
         """`above_of`: over which rank another one is heard."""
-        self.rank = rank
-        self._above_of = above_of
+        self.rank, self._above_of = rank, above_of
         self._ranks = frozenset(ranks)
         self._place, self._token = place, token
         self.notices: list[Notice] = []

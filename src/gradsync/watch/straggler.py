@@ -48,7 +48,7 @@ class Straggler(NamedTuple):
         its, others = self.its, self.others
         return (
             f"rank {self.rank} is slow: in {self.slowest} of the last {self.rounds} rounds of {self.module} the others "
-            f"waited for it, {self.seconds:.1f} s in all, {self.seconds / self.elapsed:.0%} of the time and "
+            f"waited for it, {self.seconds:.1f} s each, {self.seconds / self.elapsed:.0%} of the time and "
             f"{self.seconds / self.all_waits:.0%} of all waiting. Each step it spends {_ms(its.outside)} between "
             f"rounds (data, optimizer), others {_ms(others.outside)}; {_ms(its.forward)} in forward and loss, others "
             f"{_ms(others.forward)}; {_ms(its.backward)} in backward, others {_ms(others.backward)}. "
