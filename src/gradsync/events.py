@@ -28,6 +28,7 @@ class RoundClosed(NamedTuple):
     repaired: bool  # replicas had different parameters, and were given the same ones
     forward_at: float = 0.0  # the latest forward began
     backward_ended_at: float = 0.0
+    module: int = -1  # its serial number, the same on all ranks
 
 
 class RoundRecord:

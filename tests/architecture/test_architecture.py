@@ -19,7 +19,7 @@ GROUND = {"errors", "arguments", "options", "events", "_torch", "_version"}  # i
 MAY_IMPORT = {
     "watch": set[str](),
     "transport": {"watch"},
-    "observe": set[str](),
+    "observe": {"watch"},
     "contract": set[str](),
     "checkpoint": {"contract"},
     "guard": {"transport", "watch"},

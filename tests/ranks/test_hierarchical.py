@@ -15,11 +15,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import gradsync
 from gradsync.errors import ReplicaLostError, RoundTimeoutError
 from gradsync.transport import handshake
+from gradsync.transport.label import Label
 from gradsync.transport.process_group import ProcessGroupTransport
 from tests.ranks.memory import be_on_host, requests, same_on_all, transport, transport_of
 from tests.ranks.small import build, make, same_everywhere
@@ -125,6 +128,126 @@ def out_of_step(shape: Shape, rounds: int) -> None:
 @pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
 def test_no_race_is_found(ranks: Ranks, shape: Shape) -> None:
     ranks(out_of_step, len(shape), shape, 60)
+
+
+# --- low precision -----------------------------------------------------------------------------------------
+
+LOW = (torch.float16, torch.bfloat16)
+# The last of them: one host only, of which nothing crosses.
+LOW_SHAPES = [(0, 0, 1, 1), (0, 0, 1, 1, 2, 2), (0, 0, 1), (0, 1, 1, 2, 2), (0, 1, 0, 1), (0, 0, 0)]
+
+
+def rounded_once(terms: list[Tensor], scales: list[float]) -> Tensor:
+    """The sum, as if in infinite precision."""
+    total = torch.zeros(terms[0].shape, dtype=torch.float64)
+    for term, scale in zip(terms, scales, strict=True):
+        total += scale * term.double()
+    return total.to(terms[0].dtype)
+
+
+def low_precision(shape: Shape) -> None:
+    """Sums of small integers and halves are exact in float32, so the result has to be exact but for one rounding."""
+    be_on(shape)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    carrier = transport("hierarchical")
+    cases = [(dtype, numel) for dtype in LOW for numel in (1, 3, 200, 70_001)]
+    buffers = carrier.allocate(requests(*[(numel, dtype) for dtype, numel in cases]))
+    scales = [1.0, *[0.5] * (size - 1)]
+
+    @settings(max_examples=10, deadline=None, derandomize=True, database=None)  # all ranks draw the same
+    @given(seed=st.integers(0, 2**31), most=st.sampled_from([3, 255, 2047]), start=st.sampled_from([0, 1, 64]))
+    def check(seed: int, most: int, start: int) -> None:
+        works, wanted = [], []
+        for number, buffer in enumerate(buffers):
+            generator = torch.Generator().manual_seed(seed + number)
+            drawn = [
+                torch.randint(-most, most + 1, buffer.shape, generator=generator).to(buffer.dtype) for _ in range(size)
+            ]
+            first = min(start, buffer.numel() - 1)
+            buffer.copy_(drawn[rank])
+            works.append(carrier.reduce(buffer[first:], scales[rank]))
+            wanted.append(torch.cat([drawn[rank][:first], rounded_once([one[first:] for one in drawn], scales)]))
+        for work, buffer, total in zip(works, buffers, wanted, strict=True):
+            work.wait()
+            assert torch.equal(buffer, total), (buffer.dtype, buffer.numel())
+
+    check()
+    for buffer in buffers:  # of any values: rounded alike on all ranks
+        buffer.copy_(torch.randn(buffer.shape, generator=torch.Generator().manual_seed(rank)))
+        carrier.reduce(buffer, 1 / (rank + 3)).wait()
+    same_on_all(*buffers)
+
+
+@pytest.mark.parametrize("shape", LOW_SHAPES, ids=str)
+def test_low_precision_is_rounded_once(ranks: Ranks, shape: Shape) -> None:
+    ranks(low_precision, len(shape), shape)
+
+
+def almost_cancelling(shape: Shape) -> None:
+    """What is lost, or too large, in the precision of the buffer on the way, and is neither in the end."""
+    be_on(shape)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    carrier, hosts = transport("hierarchical"), sorted(set(shape))
+    for dtype, large in ((torch.float16, 60_000.0), (torch.bfloat16, 1024.0)):
+        (buffer,) = carrier.allocate(requests((1000, dtype)))
+        # All ranks of the first host bring much, and those of the last take it away again; each adds 1 of its own.
+        brings = [large / shape.count(host) * ((host == hosts[0]) - (host == hosts[-1])) for host in shape]
+        terms = [torch.full((1000,), value + 1).to(dtype) for value in brings]
+        buffer.copy_(terms[rank])
+        carrier.reduce(buffer, 1.0).wait()
+        assert torch.equal(buffer, rounded_once(terms, [1.0] * size)), (dtype, buffer[0])
+    # One host's sum is too large for the type, and another one takes it back.
+    (buffer,) = carrier.allocate(requests((1000, torch.float16)))
+    buffer.fill_(60_000 if shape[rank] == hosts[0] else -60_000)
+    carrier.reduce(buffer, 1.75 / shape.count(shape[rank]) if shape[rank] in (hosts[0], hosts[-1]) else 0.0).wait()
+    assert buffer.eq(0).all(), buffer[0]
+
+
+@pytest.mark.parametrize("shape", LOW_SHAPES[:-1], ids=str)
+def test_what_is_lost_in_low_precision_on_the_way(ranks: Ranks, shape: Shape) -> None:
+    ranks(almost_cancelling, len(shape), shape)
+
+
+def labelled(shape: Shape, differs: int) -> None:
+    be_on(shape)
+    carrier = transport("hierarchical")
+    for dtype in LOW:
+        buffers = carrier.allocate(requests((5, dtype), (70_001, dtype)))
+        for turn in range(3):
+            for buffer in buffers:
+                buffer.fill_(1)
+            told = Label(0b1010 ^ (turn == 1 and dist.get_rank() == differs), 0b1111)
+            works = [carrier.reduce(buffer, 1.0, told) for buffer in buffers]
+            for work, buffer in zip(works, buffers, strict=True):
+                work.wait()
+                assert work.differing() == int(turn == 1)
+                assert turn == 1 or buffer.eq(len(shape)).all()
+        dist.barrier()
+
+
+@pytest.mark.parametrize("shape", [*LOW_SHAPES[:3], LOW_SHAPES[-1]], ids=str)
+def test_labels_cross_with_low_precision(ranks: Ranks, shape: Shape) -> None:
+    for differs in (0, len(shape) - 1):
+        ranks(labelled, len(shape), shape, differs)
+
+
+def trains_in(dtype: torch.dtype, shape: Shape) -> None:
+    be_on(shape)
+    model = make("replicate", build().to(dtype), transport="hierarchical")
+    for step in range(3):
+        generator = torch.Generator().manual_seed(step * 16 + dist.get_rank())
+        model(torch.randn(3, 4, generator=generator).to(dtype)).square().mean().backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.1 * parameter.grad
+        model.zero_grad()
+    same_everywhere(model)
+
+
+@pytest.mark.parametrize("shape", [(0, 0, 1, 1), (0, 1, 1)], ids=str)
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+def test_training_in_low_precision(ranks: Ranks, shape: Shape, dtype: torch.dtype) -> None:
+    ranks(trains_in, len(shape), dtype, shape)
 
 
 # --- training ----------------------------------------------------------------------------------------------

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from gradsync.watch.explanation import culprits, explain
-from gradsync.watch.node import Row
 from gradsync.watch.notice import How, Notice
 from gradsync.watch.position import Awaited, Position
+from gradsync.watch.report import Row
 
 WAITS = Position("at the end of backward", "GPT", 0, 12, str(Awaited(2, 7, "layers.7.weight", 5)), 14.0)
 FORWARD = Position("in forward", "GPT", 0, 12, "", 14.0)

@@ -165,5 +165,5 @@ def test_a_child_says_nothing_at_its_end() -> None:
     time.sleep(0.3)
     transport_of(module).check_alive()
     backward(module)
-    assert not transport_of(module)._group._watch.notices
+    assert not transport_of(module).watch.notices
     dist.barrier()

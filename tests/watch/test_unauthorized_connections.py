@@ -13,7 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gradsync.watch import node, wire
+from gradsync.watch import visitor as visitors
+from gradsync.watch import wire
 from gradsync.watch.node import Node
 from gradsync.watch.tree import Place
 from gradsync.watch.watch import Watch
@@ -126,11 +127,11 @@ def test_a_thousand_who_say_nothing(waiting: Waiting) -> None:
     waiting.still_works()
     for one in crowd:
         one.close()
-    assert len(waiting.node._visitors) <= node.MOST_SILENT
+    assert len(waiting.node._visitors) <= visitors.MOST_SILENT
 
 
 def test_a_slow_writer_is_given_up(waiting: Waiting, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node, "SILENT_SECONDS", 0.2)
+    monkeypatch.setattr(visitors, "SILENT_SECONDS", 0.2)
     with waiting.visitor() as visitor:
         visitor.recv(wire.HELLO_BYTES)
         visitor.sendall(b"a")

@@ -39,6 +39,7 @@ from gradsync.hooks.comm_hook import Hook, check_hook, name_of
 from gradsync.hooks.optimizer_overlap import Stepper
 from gradsync.hooks.quantization import stand_in
 from gradsync.observe.statistics import Statistics
+from gradsync.observe.wait_recorder import WaitRecorder
 from gradsync.options import BufferMode, Options
 from gradsync.transport.base import Transport
 
@@ -103,6 +104,8 @@ class Engine(TrainingStep):
         self.statistics = Statistics()
         self.statistics.moved_to(transport.name, transport.reason)
         self.add_recorder(self.statistics.record)
+        self._waits: WaitRecorder | None = None
+        self._record_waits()
         self.counts_without_data = True
         """Inside a `Join` context: whether ranks without data count in the mean."""
         self.final_source = 0
@@ -231,6 +234,7 @@ class Engine(TrainingStep):
         self.buffers.move_to(transport)
         self._compare(anew=True)
         self.statistics.moved_to(transport.name, transport.reason)
+        self._record_waits()
         self._outside = False
 
     def stay_outside(self) -> None:
@@ -245,6 +249,19 @@ class Engine(TrainingStep):
         self.transport.broadcast(parameters, source)
         if self.options.buffers != "never":
             self.transport.broadcast([buffer for _, buffer in self.buffers.named()], source)
+
+    def _record_waits(self) -> None:
+        """From now on ranks hear how long they wait for each other, where hosts wait at all: not for an accelerator."""
+        if self._waits is not None:
+            self.remove_recorder(self._waits.record)
+            self._waits = None
+        watch, on_cpu = self.transport.watch, all(one.device.type == "cpu" for one in self.reducer.parameters)
+        if watch is None or self.transport.size == 1 or not on_cpu:
+            return
+        name = type(self.module).__name__
+        self._waits = WaitRecorder(self.transport.rank, self.transport.size, name, watch.tell_waits)
+        self.add_recorder(self._waits.record)
+        self.statistics.hear_waits(watch.heard)
 
     # --- are the replicas the same? --------------------------------------------------------------
 

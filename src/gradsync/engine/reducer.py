@@ -135,7 +135,9 @@ class Reducer:
         event = None
         if ended_well:
             closed = self.round.close()
-            event = closed._replace(forward_at=self._forward_at, backward_ended_at=backward_ended_at)
+            event = closed._replace(
+                forward_at=self._forward_at, backward_ended_at=backward_ended_at, module=self.lockstep.serial
+            )
             self.rounds += 1
         self.round = None
         return event

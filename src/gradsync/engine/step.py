@@ -390,6 +390,9 @@ class TrainingStep:
         """From now on it is told of each round, too."""
         self._recorders.append(recorder)
 
+    def remove_recorder(self, recorder: Recorder) -> None:
+        self._recorders.remove(recorder)
+
     # --- backwards of torch's RPC ---------------------------------------------------------------------
 
     def _distributed_output_reached(self, context: int, gradient: Tensor) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from gradsync.events import Event, RoundClosed
+from gradsync.watch.waits import Heard, RoundWait
 
 
 @dataclass
@@ -35,6 +36,31 @@ class Statistics:
     joined: bool = False
     """Whether training went through torch's `Join`."""
 
+    _module: int = field(default=-1, repr=False)
+    _heard: Heard = field(default_factory=Heard, repr=False, compare=False)
+
+    @property
+    def waited_for(self) -> dict[int, float]:
+        """By rank: seconds that the others waited for it, in the mean over them. The 16 worst, the worst one first.
+
+        The same on all ranks, a few seconds behind. Empty where there is no watch between the ranks, and on GPUs.
+        """
+        return dict(self._heard.of(self._module).waited_for)
+
+    @property
+    def waited_for_rounds(self) -> int:
+        """The rounds that `waited_for` counts."""
+        return self._heard.of(self._module).rounds
+
+    @property
+    def latest_waits(self) -> tuple[RoundWait, ...]:
+        """For each of the latest rounds of these: its number, who came last, and how long the others waited for it."""
+        return self._heard.of(self._module).latest
+
+    def hear_waits(self, heard: Heard) -> None:
+        """From now on rank 0 tells there who was waited for."""
+        self._heard = heard
+
     def moved_to(self, transport: str, reason: str) -> None:
         self.transport = f"{transport}: {reason}"
 
@@ -47,6 +73,7 @@ class Statistics:
     def record(self, event: Event) -> None:
         if isinstance(event, RoundClosed):
             self.rounds += 1
+            self._module = event.module
             self.waited_seconds += event.waited
             self.bytes_reduced += event.nbytes
             self.buckets = len(event.sent)

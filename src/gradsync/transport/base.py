@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gradsync.transport.label import UNLABELLED, Label
+from gradsync.watch.watch import Watch
 
 
 class Request(NamedTuple):
@@ -81,6 +82,10 @@ class Transport(Protocol):
     """Sizes in bytes of the first, second, ... bucket that suit it, the last one counting for all that follow."""
     reason: str
     """Why it is this one, if there is more to say than that it is the best."""
+
+    @property
+    def watch(self) -> Watch | None:
+        """The connection between the ranks beside their collectives, if there is one."""
 
     @property
     def progress(self) -> Callable[[], None] | None:

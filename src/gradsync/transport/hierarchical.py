@@ -4,6 +4,9 @@ Inside a host the ranks add up their slots in shared memory, each its own share.
 many ranks on all hosts, each rank all-reduces its share with the ranks of the same local rank elsewhere, through gloo;
 else the first rank of each host does that with the whole bucket. Then each rank copies its share of the result to
 all slots of its host.
+
+Low precision crosses in float32, and is rounded once, when it is back. What crosses is in private memory then: as much
+as the rank carries, as long as it is under way.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import torch
 from torch import Tensor
 
 from gradsync.transport import label as labels
-from gradsync.transport import progress_engine
+from gradsync.transport import progress_engine, summation
 from gradsync.transport.base import Request, SparseWork, Work
 from gradsync.transport.bridge import Bridge
 from gradsync.transport.control_words import Word
@@ -24,6 +27,7 @@ from gradsync.transport.host_memory import HostMemory
 from gradsync.transport.label import UNLABELLED, Label
 from gradsync.transport.process_group import ProcessGroupTransport
 from gradsync.transport.shared_buffers import Found, SharedBuffers
+from gradsync.watch.watch import Watch
 
 
 class HierarchicalTransport:
@@ -39,6 +43,10 @@ class HierarchicalTransport:
         self._group, self._host, self._bridge = group, host, bridge
         # With room for what the ranks of this host say of a sum: it crosses with it.
         self._buffers = SharedBuffers(host, host.link.open_channel(), labels.PLACES)
+
+    @property
+    def watch(self) -> Watch | None:
+        return self._group.watch
 
     @property
     def progress(self) -> Callable[[], None]:
@@ -88,7 +96,10 @@ class Crossing:
         self._range = found.start, found.stop
         # Of the ranks of a host together, in the first slot behind what is summed; the last rank carries them across.
         self._label = found.sums.tensor.slot(0)[found.stop : found.stop + labels.PLACES] if label.mask else None
+        self._behind = 0 if self._label is None else labels.PLACES
         self._operation = found.sums.fill(scale, label)
+        self._is_wide = summation.wide_type(found.sums.tensor.dtype) is not None
+        self._wide: Tensor | None = None  # what this rank carries of a sum of low precision
         self._is_added_up = self._is_sent = False
         self._work: Any = None
         bridge.enqueue(self)
@@ -100,24 +111,42 @@ class Crossing:
         if not self._is_added_up:
             if not self._control.all_reached(Word.FILLED, self._operation):
                 return False
-            if self._label is not None and sums.tensor.local_rank == sums.tensor.size - 1:
-                labels.write(self._label, sums.labels())
-            sums.add_up(*self._range, into_all=False)
+            self._add_up()
             self._is_added_up = True
         if not self._is_sent:
             if not bridge.is_next(self) or not self._may_cross():
                 return False
             if bridge.carries:
-                behind = 0 if self._label is None else labels.PLACES
-                self._work = bridge.send(sums.sum_in_first(*self._range, bridge.by_shares, behind))
+                self._work = bridge.send(self._carried() if self._wide is None else self._wide)
             self._is_sent = True
             bridge.dequeue()
         if not self._has_crossed():
             return False
+        if self._wide is not None:
+            self._carried().copy_(self._wide)
+            self._wide = None
         if bridge.carries and not bridge.by_shares:
             sums.publish(Word.CROSSED)
         sums.copy_from_first(*self._range)
         return True
+
+    def _add_up(self) -> None:
+        sums, by_shares, carries = self._sums, self._bridge.by_shares, self._bridge.carries
+        is_last = sums.tensor.local_rank == sums.tensor.size - 1
+        if not self._is_wide:
+            if self._label is not None and is_last:
+                labels.write(self._label, sums.labels())
+            sums.add_up(*self._range, into_all=False)
+            return
+        if carries:
+            self._wide = sums.add_up_wide(*self._range, by_shares, self._behind)
+            if self._label is not None and (is_last or not by_shares):
+                labels.write(self._wide[-labels.PLACES :], sums.labels())
+        sums.publish(Word.SUMMED)
+
+    def _carried(self) -> Tensor:
+        """The place of what this rank carries, in the first slot."""
+        return self._sums.sum_in_first(*self._range, self._bridge.by_shares, self._behind)
 
     def needs_polling(self, link: object) -> bool:
         """Nobody is woken when gloo is done; nor can ranks of another link wake this one, who may wait for it."""

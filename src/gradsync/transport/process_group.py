@@ -60,7 +60,8 @@ class ProcessGroupTransport:
         self.rank, self.size, self.limit = self._member.rank, self._member.size, self._member.limit
         self.reason = reason
         self._number = number
-        self._start_watch, self._watch = start_watch, watch
+        self._start_watch = start_watch
+        self.watch = watch
         self._check_rendezvous = check_rendezvous
         self._connections = Connections(group if dedicated is None else dedicated, watch, self.limit)
         if dedicated is not None:
@@ -79,8 +80,8 @@ class ProcessGroupTransport:
             self._start_watch = None
 
     def check_alive(self) -> None:
-        if self._watch is not None:
-            self._watch.check()
+        if self.watch is not None:
+            self.watch.check()
 
     def check_rendezvous(self) -> None:
         if self._check_rendezvous is not None:

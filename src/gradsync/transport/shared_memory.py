@@ -24,6 +24,7 @@ from gradsync.transport.shared_buffers import SharedBuffers
 from gradsync.transport.slot_sums import Reduction
 from gradsync.transport.staging import Staging
 from gradsync.transport.tensor_bytes import pack, unpack
+from gradsync.watch.watch import Watch
 
 _LABEL = struct.Struct("=qq")
 
@@ -40,6 +41,10 @@ class SharedMemoryTransport:
         self._group, self._host = group, host
         channel = host.link.open_channel()  # replicas may train in threads of their own
         self._buffers, self._staging = SharedBuffers(host, channel), Staging(host, channel)
+
+    @property
+    def watch(self) -> Watch | None:
+        return self._group.watch
 
     @property
     def progress(self) -> Callable[[], None]:

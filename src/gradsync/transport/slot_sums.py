@@ -10,6 +10,9 @@ Between hosts (`hierarchical.py`) there are two more stops: a share is added up 
 the other hosts from there, and is then copied to the other slots.
 
     FILLED -> SUMMED, the share is in the first slot -> CROSSED -> REDUCED
+
+Low precision crosses in a wider type, from private memory of the rank that carries it: only that rank adds up what it
+carries, and the first slot gets the rounded sum when it has crossed.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ class SlotSums:
         self.host, self.tensor = host, tensor
         self._control = tensor.control
         self._latest = 0  # operation
-        self._blocks: dict[tuple[int, int], list[list[Tensor]]] = {}
+        self._blocks: dict[tuple[int, int, int], list[list[Tensor]]] = {}  # by elements, and whose share of them
         self._block_numel = block_numel(tensor.size, tensor.dtype.itemsize)
 
     def fill(self, scale: float, label: Label = UNLABELLED) -> int:
@@ -75,6 +78,22 @@ class SlotSums:
                 for other in block[1:]:
                     other.copy_(block[0])
         self.publish(Word.REDUCED if into_all else Word.SUMMED)
+
+    def add_up_wide(self, start: int, stop: int, share: bool, behind: int = 0) -> Tensor:
+        """Low precision, added up in a wider type: a tensor that has the shape of `sum_in_first`, and its place later.
+
+        The slots stay as they are.
+        """
+        tensor = self.tensor
+        dtype = summation.wide_type(tensor.dtype)
+        wide = torch.empty(self.sum_in_first(start, stop, share, behind).numel(), dtype=dtype, device="cpu")
+        scales, scratch = self.scales(), torch.empty(self._block_numel, dtype=dtype, device="cpu")
+        done = 0
+        for local_rank in [tensor.local_rank] if share else range(tensor.size):
+            for block in self._share(start, stop, local_rank):
+                first, done = done, done + block[0].numel()
+                summation.sum_wide(block, scales, wide[first:done], scratch)
+        return wide
 
     def copy_from_first(self, start: int, stop: int) -> None:
         """Copies this rank's share from the first slot to the others."""
@@ -119,15 +138,17 @@ class SlotSums:
         """Until it is over. `missing`, `late`: see `HostMemory.wait`."""
         self.host.wait(lambda: self.is_over(operation), missing, "a bucket", late)
 
-    def _share(self, start: int, stop: int) -> list[list[Tensor]]:
-        """For each block of this rank's share, that part of every slot."""
-        found = self._blocks.get((start, stop))
+    def _share(self, start: int, stop: int, local_rank: int | None = None) -> list[list[Tensor]]:
+        """For each block of a rank's share, by default this one's, that part of every slot."""
+        tensor = self.tensor
+        local_rank = tensor.local_rank if local_rank is None else local_rank
+        found = self._blocks.get((start, stop, local_rank))
         if found is None:
-            tensor = self.tensor
             slots = [as_real(tensor.slot(rank)) for rank in range(tensor.size)]
             factor = 2 if tensor.dtype.is_complex else 1
-            bounds = blocks(start * factor, stop * factor, tensor.local_rank, tensor.size, slots[0].element_size())
-            found = self._blocks[start, stop] = [[slot[first:last] for slot in slots] for first, last in bounds]
+            bounds = blocks(start * factor, stop * factor, local_rank, tensor.size, slots[0].element_size())
+            found = [[slot[first:last] for slot in slots] for first, last in bounds]
+            self._blocks[start, stop, local_rank] = found
         return found
 
 

@@ -7,7 +7,8 @@ and in every run, whatever the timing.
 Where torch decides the order, that still holds, as all ranks give it the same: `sum_sparse` and `sum_few`.
 
 Two sums are not made here: those of a process group, and those between hosts, of which every host has added up its own
-ranks in rank order before. There the backend decides.
+ranks in rank order before. There the backend decides. Between hosts it adds up low precision in a wider type, too: what
+crosses is `sum_wide`, and is rounded once, by the host that delivers it.
 """
 
 from __future__ import annotations
@@ -41,9 +42,14 @@ def can_sum(dtype: torch.dtype) -> bool:
     return dtype in _SUMMABLE
 
 
+def wide_type(dtype: torch.dtype) -> torch.dtype | None:
+    """The wider type in which terms of low precision are added up; None: in their own."""
+    return _ACCUMULATE_IN.get(dtype)
+
+
 def scratch_for(dtype: torch.dtype, numel: int) -> Scratch | None:
     """What `sum_into_first` needs for blocks of up to `numel` elements of this type."""
-    wide = _ACCUMULATE_IN.get(dtype)
+    wide = wide_type(dtype)
     if wide is None:
         return None
     return Scratch(torch.empty(numel, dtype=wide, device="cpu"), torch.empty(numel, dtype=wide, device="cpu"))
@@ -54,17 +60,26 @@ def sum_into_first(terms: Sequence[Tensor], scales: Sequence[float], scratch: Sc
 
     Scaled before they are added, not after: a sum overflows earlier than its terms.
     """
-    first = total = terms[0]
+    first = terms[0]
     if scratch is not None:
-        total = scratch.total[: first.numel()]
-        total.copy_(first)
-    scale_(total, scales[0])
+        first.copy_(sum_wide(terms, scales, scratch.total[: first.numel()], scratch.term))
+        return
+    scale_(first, scales[0])
     for term, scale in zip(terms[1:], scales[1:], strict=True):
-        if not scale:
-            continue  # not multiplied by 0, see `scale_`
-        total.add_(term if scratch is None else scratch.term[: term.numel()].copy_(term), alpha=scale)
-    if scratch is not None:
-        first.copy_(total)
+        if scale:  # not multiplied by 0, see `scale_`
+            first.add_(term, alpha=scale)
+
+
+def sum_wide(terms: Sequence[Tensor], scales: Sequence[float], total: Tensor, scratch: Tensor) -> Tensor:
+    """Writes the same sum to `total`, which is of a wider type than the terms, and does not round it to theirs.
+
+    `scratch`: for one of the terms, of the type of `total`.
+    """
+    scale_(total.copy_(terms[0]), scales[0])
+    for term, scale in zip(terms[1:], scales[1:], strict=True):
+        if scale:
+            total.add_(scratch[: term.numel()].copy_(term), alpha=scale)
+    return total
 
 
 def sum_of_copies(terms: Sequence[Tensor]) -> Tensor:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gradsync.watch.node import Row
 from gradsync.watch.notice import How, Notice
+from gradsync.watch.report import Row
 
 _C10D = "distributed_c10d.py"
 _SHOWN = 6  # ranks

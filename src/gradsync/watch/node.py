@@ -16,54 +16,22 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
 
 from gradsync.watch import position, wire
+from gradsync.watch.ledger import Ledger
 from gradsync.watch.notice import How, Notice
 from gradsync.watch.position import Position
+from gradsync.watch.report import Row, Survey, rows_in
 from gradsync.watch.tree import Place
+from gradsync.watch.visitor import MOST_SILENT, Visitor
+from gradsync.watch.waits import Heard
 from gradsync.watch.wire import Channel, Message
 
 PUSH_SECONDS = 1.0
-# How long ranks have to say where they are, before those that did not are taken for stopped.
-ANSWER_SECONDS = 2.0
-# Visitors that have not proven yet that they belong here, at most, and for how long.
-MOST_SILENT, SILENT_SECONDS = 64, 5.0
-_MOST_ROWS, _MOST_LINES = 16, 8  # of a report, and of each stack in it
 _MOST_FAILURES = 10
 # What the kernel says of a host that does not answer: it keeps to what it heard last, from its own routes too.
 _UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN)
 _log = logging.getLogger("gradsync")
-
-
-class Row(NamedTuple):
-    """Of a report: where one rank says it is. No position: it did not answer, though its process is there."""
-
-    rank: int
-    at: Position | None
-    line: str = ""
-    stack: tuple[str, ...] = ()
-
-
-class _Visitor:
-    """A connection that has yet to prove that it belongs here."""
-
-    def __init__(self, connected: socket.socket) -> None:
-        connected.setblocking(False)
-        self.socket = connected
-        self.said = wire.hello()
-        self.answered = b""
-        self.until = time.monotonic() + SILENT_SECONDS
-        with contextlib.suppress(OSError):
-            connected.send(self.said, socket.MSG_NOSIGNAL)
-
-    def has_answered(self) -> bool:
-        """Reads what has come, and says whether that is all of it."""
-        data = self.socket.recv(wire.ANSWER_BYTES - len(self.answered))
-        if not data:
-            raise wire.WireError
-        self.answered += data
-        return len(self.answered) == wire.ANSWER_BYTES
 
 
 class Node:
@@ -79,8 +47,7 @@ class Node:
         above_of: Callable[[int], int | None] = lambda rank: None,
     ) -> None:
         """`above_of`: over which rank another one is heard."""
-        self.rank = rank
-        self._above_of = above_of
+        self.rank, self._above_of = rank, above_of
         self._ranks = frozenset(ranks)
         self._place, self._token = place, token
         self.notices: list[Notice] = []
@@ -92,14 +59,16 @@ class Node:
         self.report: tuple[Row, ...] = ()
         self.above_heard = 0.0
         """When the rank above last said that it has heard a question."""
+        self.heard = Heard()
+        """Who was waited for, and how long."""
         self.news = threading.Condition()
         self._channels: dict[int, Channel] = {}
-        self._visitors: dict[socket.socket, _Visitor] = {}
+        self._visitors: dict[socket.socket, Visitor] = {}
         self._expected = set(place.below)
         self._seen: dict[int, tuple[Position, float]] = {}  # where neighbors were, and when they said so
         self._words: dict[int, Notice] = {}  # what neighbors said before they went
-        self._answers: dict[int, Row] | None = None  # while rank 0 collects a report
-        self._answers_until = 0.0
+        self._survey: Survey | None = None  # while rank 0 collects a report
+        self._ledger = Ledger(len(self._ranks))  # of rank 0
         self._pushed, self._push_at = position.here.now, 0.0
         self._actions: deque[Callable[[], None]] = deque()  # of other threads, done by this one
         self._stop = False
@@ -128,6 +97,10 @@ class Node:
     def ask(self, message: Message) -> None:
         """Sends it up, to rank 0."""
         self._do(lambda: self._up(message))
+
+    def ask_later(self, make: Callable[[], Message]) -> None:
+        """The same for what is not urgent: made and sent by the thread when it looks up next, within a second."""
+        self._actions.append(lambda: self._up(make()))
 
     def say(self, words: Notice, seconds: float) -> None:
         """Last words, to all neighbors; returns when they have left, or after so many seconds.
@@ -225,7 +198,7 @@ class Node:
         self._watch_times()
 
     def _patience(self) -> float:
-        return 0.1 if self._visitors or self._answers is not None or self._sending() else PUSH_SECONDS
+        return 0.1 if self._visitors or self._survey is not None or self._sending() else PUSH_SECONDS
 
     def _sending(self) -> bool:
         return any(channel.has_more_to_send for channel in self._channels.values())
@@ -237,8 +210,11 @@ class Node:
                 channel.flush()
         for visitor in [one for one in self._visitors.values() if one.until < now]:
             self._turn_away(visitor)
-        if self._answers is not None and (now > self._answers_until or self._answers.keys() >= self._ranks):
-            self._publish()
+        if self._survey is not None and self._survey.is_over(now):
+            survey, self._survey = self._survey, None
+            self._take_report(survey.report(notice.rank for notice in self.notices))
+        for message in self._ledger.news(now):
+            self._take_totals(message)
         at = position.here.now
         if at is not self._pushed and now >= self._push_at:
             self._pushed, self._push_at = at, now + PUSH_SECONDS
@@ -254,11 +230,11 @@ class Node:
             return
         if len(self._visitors) >= MOST_SILENT:  # the one that has said nothing for longest makes room
             self._turn_away(next(iter(self._visitors.values())))
-        visitor = _Visitor(connected)
+        visitor = Visitor(connected)
         self._visitors[connected] = visitor
         self._selector.register(connected, selectors.EVENT_READ, lambda: self._hear(visitor))
 
-    def _hear(self, visitor: _Visitor) -> None:
+    def _hear(self, visitor: Visitor) -> None:
         """Part of the answer to the challenge, perhaps the last one."""
         try:
             if not visitor.has_answered():
@@ -280,7 +256,7 @@ class Node:
         if not self._expected:
             self._close_listeners()
 
-    def _turn_away(self, visitor: _Visitor) -> None:
+    def _turn_away(self, visitor: Visitor) -> None:
         self._selector.unregister(visitor.socket)
         del self._visitors[visitor.socket]
         visitor.socket.close()
@@ -346,10 +322,12 @@ class Node:
             self.above_heard = time.monotonic()
         elif kind == "where" and from_above:
             self._answer(message)
-        elif kind == "here":
+        elif kind in ("here", "waits"):
             self._up(message)
         elif kind == "report" and from_above:
             self._take_report(message)
+        elif kind == "totals" and from_above:
+            self._take_totals(message)
 
     def _tell(self, notice: Notice, from_above: bool) -> None:
         """Up to rank 0, which puts news in order, and from there down; if there is no way up any more, only down."""
@@ -374,71 +352,40 @@ class Node:
                 channel.send(message)
 
     def _up(self, message: Message) -> None:
-        if self._place.above in self._channels:
-            self._channels[self._place.above].send(message)
-        elif self._place.above is None:
+        if self._place.above is None:
             self._at_root(message)
+        elif (above := self._channels.get(self._place.above)) is not None and (
+            message["is"] != "waits" or not above.is_backed_up  # these are many, and must not crowd out a loss
+        ):
+            above.send(message)
 
     # --- where everybody is ----------------------------------------------------------------------
 
     def _at_root(self, message: Message) -> None:
-        if message["is"] == "explain" and self._answers is None:
-            self._answers, self._answers_until = {}, time.monotonic() + ANSWER_SECONDS
+        if message["is"] == "explain" and self._survey is None:
+            self._survey = Survey(self._ranks, self._above_of)
             self._answer({"is": "where"})
-        elif message["is"] == "here" and self._answers is not None:
-            at = Position.unpack(message["at"])
-            stack = tuple(map(str, message["stack"]))
-            self._answers[int(message["rank"])] = Row(int(message["rank"]), at, str(message["line"]), stack)
+        elif message["is"] == "here" and self._survey is not None:
+            self._survey.take(message)
+        elif message["is"] == "waits":
+            self._ledger.take(message)
 
     def _answer(self, question: Message) -> None:
         self._down(question)
         at = position.here.described().aged()
-        self._up(
-            {
-                "is": "here",
-                "rank": self.rank,
-                "at": at.pack(),
-                "line": position.user_line(),
-                "stack": [] if at.awaits else position.stack(),
-            }
-        )
-
-    def _publish(self) -> None:
-        """Who did not answer, then who waits for nobody, then the others.
-
-        Of those who are heard over one that does not answer, nothing is known.
-        """
-        assert self._answers is not None
-        silent = self._ranks - self._answers.keys() - {notice.rank for notice in self.notices}
-        rows = [
-            *(Row(rank, None) for rank in sorted(silent) if self._above_of(rank) not in silent),
-            *sorted(self._answers.values(), key=lambda row: (bool(row.at and row.at.awaits), row.rank)),
-        ]
-        self._answers = None
-        message = {"is": "report", "rows": [_pack_row(row) for row in rows[:_MOST_ROWS]]}
-        self._take_report(message)
+        stack = [] if at.awaits else position.stack()
+        self._up({"is": "here", "rank": self.rank, "at": at.pack(), "line": position.user_line(), "stack": stack})
 
     def _take_report(self, message: Message) -> None:
         self._down(message)
-        rows = tuple(map(_unpack_row, message["rows"]))
         with self.news:
-            self.report = rows
+            self.report = rows_in(message)
             self.reports += 1
             self.news.notify_all()
 
-
-def _pack_row(row: Row) -> list[Any]:
-    return [
-        row.rank,
-        None if row.at is None else row.at.pack(),
-        row.line,
-        [*row.stack[-_MOST_LINES:]],
-    ]
-
-
-def _unpack_row(packed: Any) -> Row:
-    rank, at, line, stack = packed
-    return Row(int(rank), None if at is None else Position.unpack(at), str(line), tuple(map(str, stack)))
+    def _take_totals(self, message: Message) -> None:
+        self._down(message)
+        self.heard.take(message)
 
 
 _nodes: weakref.WeakSet[Node] = weakref.WeakSet()

@@ -9,9 +9,9 @@ from collections.abc import Collection
 from gradsync.errors import ReplicaLostError, RoundTimeoutError
 from gradsync.watch import settings
 from gradsync.watch.explanation import culprits, explain
-from gradsync.watch.node import Row
 from gradsync.watch.notice import How, Notice
 from gradsync.watch.position import here
+from gradsync.watch.report import Row
 from gradsync.watch.watch import Question, Watch
 
 # What a rank sent before it ended may still be on its way.

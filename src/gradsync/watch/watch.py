@@ -11,10 +11,12 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from gradsync.watch import last_words, wire
-from gradsync.watch.node import ANSWER_SECONDS, Node, Row
+from gradsync.watch.node import Node
 from gradsync.watch.notice import How, Notice
 from gradsync.watch.position import here
+from gradsync.watch.report import ANSWER_SECONDS, Row
 from gradsync.watch.tree import Place, place_of
+from gradsync.watch.waits import Block, Heard
 
 CONNECT_SECONDS = 10.0
 # An answer takes that of the slowest rank, and the way.
@@ -104,6 +106,16 @@ class Watch:
         """This rank has waited too long for those ranks, and raises; the others do so too."""
         at = here.now.aged()
         self._node.say(Notice(self.rank, How.GAVE_UP, why, because=tuple(blamed), at=at), last_words.SECONDS)
+
+    def tell_waits(self, make_block: Callable[[], Block]) -> None:
+        """Brings it to rank 0 within a second or so, unless there is no way up. Wakes nobody: training goes on."""
+        if self._node.is_running:
+            self._node.ask_later(lambda: make_block().pack())
+
+    @property
+    def heard(self) -> Heard:
+        """What rank 0 tells all ranks of who was waited for. It does not keep the watch alive."""
+        return self._node.heard
 
     def is_reusable_by(self, rank: int) -> bool:
         """For another replica over the same ranks: not if something has happened to one of them."""

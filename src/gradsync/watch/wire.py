@@ -80,6 +80,11 @@ class Channel:
     def has_more_to_send(self) -> bool:
         return bool(self._outgoing)
 
+    @property
+    def is_backed_up(self) -> bool:
+        """Whether the peer reads more slowly than it is told."""
+        return len(self._outgoing) > MOST_BYTES
+
     def send(self, message: Message) -> None:
         frame = json.dumps(message, ensure_ascii=False).encode(errors="replace")
         if len(frame) <= MOST_BYTES and len(self._outgoing) < MOST_WAITING:
