@@ -38,6 +38,7 @@ class Told:
             overlapped_buckets=0,
             order=(),
             corrected=False,
+            repaired=False,
             forward_at=forward_at,
             backward_ended_at=at[2],
             module=module,
