@@ -79,8 +79,8 @@ def connected(path: str, body: Callable[..., None], *args: Any) -> None:
     except BaseException:
         rpc.shutdown(graceful=False)
         raise
-    # References that an exception's traceback keeps alive are let go first, and the workers wait for each other's messages:
-    # torch crashes (SIGSEGV) if one arrives at a worker that is shutting down.
+    # References that an exception's traceback keeps alive are let go first, and the workers wait for each other's
+    # messages: torch crashes (SIGSEGV) if one arrives at a worker that is shutting down.
     gc.collect()
     dist.barrier()
     rpc.shutdown()
