@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from gradsync import arguments
+from gradsync import arguments, restarts
 from gradsync.errors import InvalidOptionError, NoProcessGroupError
 
 # What `init_process_group` needs of the environment; torchrun sets all of them.
@@ -41,7 +41,12 @@ def resolve_group(group: dist.ProcessGroup | None, device_type: str) -> dist.Pro
             )
         # gloo always, for the small things on the CPU; the device's own backend for its tensors.
         backend = "gloo" if device_type == "cpu" else f"cpu:gloo,{device_type}:{_backend_for(device_type)}"
-        dist.init_process_group(backend)
+        if restarts.prefix():
+            store = restarts.apart(restarts.store_of_the_agent())
+            rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+        else:
+            dist.init_process_group(backend)
         _end_at_exit()
     default = dist.group.WORLD
     assert default is not None

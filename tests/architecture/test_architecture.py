@@ -14,7 +14,8 @@ import gradsync
 SOURCE = Path(gradsync.__file__).parent
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
-GROUND = {"errors", "arguments", "options", "events", "_torch", "_version"}  # import nothing of ours but each other
+# They import nothing of ours but each other.
+GROUND = {"errors", "arguments", "options", "events", "restarts", "_torch", "_version"}
 # For each room or file at the top: what it may import besides itself and the ground floor.
 MAY_IMPORT = {
     "watch": set[str](),

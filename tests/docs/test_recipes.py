@@ -32,8 +32,9 @@ def blocks() -> list[tuple[str, str]]:
     return found
 
 
-def body(code: str) -> None:
+def body(code: str, folder: Path) -> None:
     """As torchrun would run it: the environment is there, a process group is not."""
+    os.chdir(folder)  # for what it saves
     torch.manual_seed(int(os.environ["RANK"]))
     namespace: dict[str, Any] = {"__name__": "__main__"}
     exec(compile(code, "recipe", "exec"), namespace)
@@ -55,9 +56,9 @@ def check(code: str, namespace: dict[str, Any]) -> None:
 # torch's own, from its RPC over a process group
 @pytest.mark.filterwarnings("ignore:You are using a Backend:UserWarning")
 @pytest.mark.parametrize(("name", "code"), blocks(), ids=[name for name, _ in blocks()])
-def test_it_runs(ranks: Ranks, name: str, code: str) -> None:
+def test_it_runs(ranks: Ranks, name: str, code: str, tmp_path: Path) -> None:
     wanted = re.match(r"# ranks: (\d+)", code)
-    ranks(body, int(wanted[1]) if wanted else 2, code, limit=60, backend=None)
+    ranks(body, int(wanted[1]) if wanted else 2, code, tmp_path, limit=60, backend=None)
 
 
 def test_there_are_recipes() -> None:

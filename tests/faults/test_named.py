@@ -188,8 +188,8 @@ WHERE = {
 }
 
 
-@TRANSPORTS
-@WORLDS
+# Several that wait, and one alone; over a process group several do so in the next test.
+@pytest.mark.parametrize(("transport", "world"), [("shared_memory", 3), ("process_group", 2), ("hierarchical", 3)])
 @pytest.mark.parametrize("fault", WHERE)
 def test_one_that_is_waited_for(ranks: Ranks, transport: str, world: int, fault: Callable[[], None]) -> None:
     """After a while the log says where it is; at the limit all that wait raise, and say so too."""

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import logging
+import math
 import socket
 import struct
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 
 import pytest
@@ -14,8 +18,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gradsync.watch import visitor as visitors
+from gradsync.watch import watch as watch_module
 from gradsync.watch import wire
 from gradsync.watch.node import Node
+from gradsync.watch.notice import How, Notice
 from gradsync.watch.tree import Place
 from gradsync.watch.watch import Watch
 
@@ -123,7 +129,7 @@ def test_a_listener_that_does_not_know_the_token_is_found_out() -> None:
 
 def test_a_thousand_who_say_nothing(waiting: Waiting) -> None:
     """No more of them are kept than a few; the one that is meant comes through between them."""
-    crowd = [waiting.visitor() for _ in range(300)]
+    crowd = [waiting.visitor() for _ in range(1000)]
     waiting.still_works()
     for one in crowd:
         one.close()
@@ -151,6 +157,120 @@ def test_frames_that_make_no_sense(data: bytes) -> None:
         assert within(5, lambda: waiting.node.lost is not None)
     finally:
         waiting.node.end()
+
+
+def frame(message: object) -> bytes:
+    said = json.dumps(message).encode()
+    return struct.pack("!I", len(said)) + said
+
+
+NOT_FOR_PYTHON = {
+    "nested": struct.pack("!I", 60_000) + b"[" * 60_000,
+    "infinite": frame({"is": "position", "at": ["in forward", "GPT", math.inf, 1, "", 0.0]}),
+    "huge": frame({"is": "position", "at": ["in forward", "GPT", 1, 1, "", 10**400]}),
+    "no kind": frame({}),
+    "no position": frame({"is": "position", "at": 5}),
+    "no news": frame({"is": "words", "rank": 1}),
+    "of no kind": frame({"is": "lost", **Notice(1, How.GONE).pack(), "how": []}),
+}
+
+
+@pytest.mark.parametrize("name", NOT_FOR_PYTHON)
+def test_frames_that_python_can_not_take(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Each by another error. Its sender is lost; the thread that read it lives, and has nothing to complain of."""
+    waiting = Waiting()
+    try:
+        connected = wire.connect_to(waiting.address, TOKEN, 1, 5)
+        connected.sendall(NOT_FOR_PYTHON[name])
+        assert within(5, lambda: waiting.node.lost is not None)
+        assert waiting.node.is_running
+        assert not caplog.records
+        connected.close()
+    finally:
+        waiting.node.end()
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda some: st.lists(some, max_size=6) | st.dictionaries(st.text(max_size=5), some, max_size=3),
+    max_leaves=8,
+)
+KINDS = st.sampled_from(["position", "words", "lost", "explain", "heard", "where", "here", "report"])
+FIELDS = st.dictionaries(
+    st.sampled_from(["at", "rank", "how", "why", "lines", "because", "rounds", "line", "stack", "rows"]), JSON
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(kind=KINDS, fields=FIELDS)
+def test_messages_with_fields_that_make_no_sense(kind: str, fields: dict[str, object]) -> None:
+    """Whatever a rank says, what follows is heard, or it is lost: never neither."""
+    waiting, complaints = Waiting(), Complaints()
+    try:
+        connected = wire.connect_to(waiting.address, TOKEN, 1, 5)
+        connected.sendall(frame({**fields, "is": kind}) + frame(raised().pack() | {"is": "words"}))
+        assert within(5, lambda: waiting.node.lost is not None)
+        assert waiting.node.is_running
+        assert not complaints.found
+        connected.close()
+    finally:
+        complaints.end()
+        waiting.node.end()
+
+
+class Complaints(logging.Handler):
+    """Of a thread that failed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        logging.getLogger("gradsync").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.found.append(record.getMessage())
+
+    def end(self) -> None:
+        logging.getLogger("gradsync").removeHandler(self)
+
+
+def raised() -> Notice:
+    return Notice(1, How.RAISED, "ValueError: boom")
+
+
+@contextlib.contextmanager
+def flood(waiting: Waiting) -> Iterator[None]:
+    """Connections without a pause, of which the last 200 are kept open."""
+    held: deque[socket.socket] = deque(maxlen=200)
+    stop = threading.Event()
+
+    def go_on() -> None:
+        while not stop.is_set():
+            with contextlib.suppress(OSError):
+                if len(held) == held.maxlen:
+                    held.popleft().close()
+                held.append(waiting.visitor())
+
+    threads = [threading.Thread(target=go_on) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+        for one in held:
+            one.close()
+
+
+def test_a_rank_comes_through_a_flood(waiting: Waiting) -> None:
+    """Also if it was taken for one of those who say nothing, and turned away."""
+    with flood(waiting):
+        time.sleep(0.2)
+        connected = watch_module.reach(waiting.address, TOKEN, 1, 20)
+        assert within(5, lambda: waiting.node.is_complete)
+    assert waiting.node.lost is None
+    connected.close()
 
 
 def test_a_frame_that_is_too_long() -> None:

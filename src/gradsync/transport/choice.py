@@ -22,6 +22,7 @@ from gradsync.transport.membership import Membership
 from gradsync.transport.process_group import ProcessGroupTransport
 from gradsync.transport.rendezvous import Rendezvous, check_same_init_sync, ranks_by, rendezvous, skip_rendezvous
 from gradsync.transport.shared_memory import SharedMemoryTransport
+from gradsync.watch import settings
 
 CHOICES: tuple[str, ...] = get_args(TransportChoice)
 VARIABLE = "GRADSYNC_TRANSPORT"
@@ -51,17 +52,35 @@ def choose(
         reason = "nothing may be communicated while the replica is made" if requested == "auto" else "asked for"
         is_awaited = not alone and member.size > 1 and has_store
         check = skip_rendezvous(member, init_sync) if is_awaited else None
+        if is_awaited:
+            _say_unwatched(member, "nothing may be communicated while the replica is made (init_sync='none')")
         return ProcessGroupTransport(group, reason, check_rendezvous=check)
     if member.size == 1 or not has_store:
         _check(member.rank, requested)
         reason = "there is one rank" if member.size == 1 else "the process group has no store to meet through"
         if requested in ("shared_memory", "hierarchical") and member.size > 1:
             raise SharedMemoryError(f"rank {member.rank}: transport={requested!r} can't be had: {reason}")
+        if member.size > 1:
+            _say_unwatched(member, reason)
         return ProcessGroupTransport(group, reason)
     elsewhere = sorted({tensor.device.type for tensor in tensors} - {"cpu"})
     obstacle = f"has parameters on {', '.join(elsewhere)}" if elsewhere else ""
     with rendezvous(member, requested=requested, obstacle=obstacle, init_sync=init_sync, on_cpu=not elsewhere) as come:
         return _choose_together(member, come, requested, dedicated)
+
+
+_said: set[str] = set()
+
+
+def _say_unwatched(member: Membership, why: str) -> None:
+    """Once in a process, not for each replica."""
+    if member.rank == 0 and settings.is_wanted() and why not in _said:
+        _said.add(why)
+        _log.warning(
+            "there is no watch between the ranks: %s. Ranks that are lost or stuck are told by the process group's own "
+            "errors and time limits only",
+            why,
+        )
 
 
 def _choose_together(member: Membership, come: Rendezvous, requested: str, dedicated: bool) -> Transport:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from gradsync import _torch
+from gradsync import _torch, restarts
 from gradsync._torch import Store
 from gradsync.transport.store import exchange
 
@@ -22,7 +22,7 @@ class Membership:
     @property
     def store(self) -> Store:
         """Through which the group's ranks met; a group that c10d did not make has none."""
-        return _torch.store_of(self.group)
+        return restarts.apart(_torch.store_of(self.group))
 
     def next_number(self, what: str) -> int:
         """Counts from 1 on, in the life of the group's store; the same on all ranks, which all ask equally often."""

@@ -16,9 +16,13 @@ _LATER = 2
 
 
 def write(error: BaseException, fell_with_others: bool) -> None:
-    """As torch's `record` does around a main function; what that has written stays."""
+    """As torch's `record` does around a main function; what that has written stays, but for the time."""
     name = os.environ.get(VARIABLE)
-    if not name or Path(name).exists():
+    if not name:
+        return
+    if Path(name).exists():
+        if fell_with_others:
+            _date_later(Path(name))
         return
     info = {
         "py_callstack": "".join(traceback.format_exception(error)),
@@ -27,3 +31,11 @@ def write(error: BaseException, fell_with_others: bool) -> None:
     said = {"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": info}}
     with contextlib.suppress(OSError):
         Path(name).write_text(json.dumps(said))
+
+
+def _date_later(file: Path) -> None:
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # something else wrote it, in its own way
+        said = json.loads(file.read_text())
+        info = said["message"]["extraInfo"]
+        info["timestamp"] = str(int(info["timestamp"]) + _LATER)
+        file.write_text(json.dumps(said))

@@ -236,6 +236,8 @@ class Node:
 
     def _hear(self, visitor: Visitor) -> None:
         """Part of the answer to the challenge, perhaps the last one."""
+        if visitor.socket not in self._visitors:  # it had to make room for another one at the same moment
+            return
         try:
             if not visitor.has_answered():
                 return
@@ -282,7 +284,7 @@ class Node:
         try:
             for message in channel.receive():
                 self._take(channel, message)
-        except (OSError, KeyError, TypeError, ValueError) as error:
+        except (OSError, LookupError, TypeError, ValueError, OverflowError) as error:  # or what it says makes no sense
             self._selector.unregister(channel.socket)
             channel.close()
             del self._channels[channel.rank]

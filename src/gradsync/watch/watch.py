@@ -145,7 +145,7 @@ def connect(
         if place.above is not None:
             kind = "there" if place.above_is_remote else "here"
             where = board.read(f"{name}/{place.above}/{kind}", CONNECT_SECONDS)
-            node.join_above(wire.connect_to(where, token, rank, CONNECT_SECONDS))
+            node.join_above(reach(where, token, rank, CONNECT_SECONDS))
     except OSError as error:
         _log.warning(
             "rank %d: the watch could not be connected%s (%s): what happens to ranks there is told by the process "
@@ -179,6 +179,20 @@ def _listen(board: Board, key: str, place: Place, address: Callable[[], str]) ->
             where = f"none:{error}"
         board.publish(f"{key}/{kind}", where)
     return made
+
+
+def reach(address: str, token: bytes, rank: int, seconds: float) -> socket.socket:
+    """Connects. Who is turned away comes again: in a crowd, a listener may take it for one that has nothing to say."""
+    deadline, pause = time.monotonic() + seconds, 0.01
+    while True:
+        left = max(deadline - time.monotonic(), 0.001)
+        try:
+            return wire.connect_to(address, token, rank, left)
+        except (wire.TurnedAwayError, ConnectionResetError, BrokenPipeError):
+            if left <= 2 * pause:
+                raise
+        time.sleep(pause)
+        pause = min(2 * pause, 0.2)
 
 
 def _leave(node: Node) -> None:

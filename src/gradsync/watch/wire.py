@@ -35,6 +35,10 @@ class WireError(ConnectionError):
     """The other side does not speak as a rank of this job does."""
 
 
+class TurnedAwayError(WireError):
+    """The other side has closed the connection before it knew who this is."""
+
+
 def hello() -> bytes:
     return _MAGIC + os.urandom(_NONCE)
 
@@ -127,7 +131,7 @@ class Channel:
 def _decode(frame: bytes) -> Message:
     try:
         message = json.loads(frame)
-    except ValueError:
+    except (ValueError, RecursionError):  # the latter: nested too deeply
         raise WireError("a frame that is not JSON") from None
     if not isinstance(message, dict):
         raise WireError("a frame that is no message")
@@ -194,7 +198,7 @@ def _receive_all(connected: socket.socket, count: int) -> bytes:
     while len(data) < count:
         more = connected.recv(count - len(data))
         if not more:
-            raise WireError("the connection was closed in the middle of the handshake")
+            raise TurnedAwayError("the connection was closed in the middle of the handshake")
         data += more
     return data
 
