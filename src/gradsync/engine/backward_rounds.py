@@ -83,14 +83,14 @@ def _launch_all(engines: Iterable[TrainingStep], skipping: bool) -> tuple[list[T
     """Launches the rest of these rounds, and those that other ranks have open; gives them in order, and what failed.
 
     Those that have a plan first: they wait for nobody. In its first round a replica meets the other ranks, so before
-    that it must be known what they have open; the replica made last meets first, as it may contain the others.
+    that it must be known what they have open.
     """
     waiting = list(engines)
     launched: list[TrainingStep] = []
     failures: list[Exception] = []
     asked = 0  # of those launched
     while waiting or asked < len(launched):
-        waiting.sort(key=lambda engine: (engine.reducer.group.plan is None, -engine.reducer.lockstep.serial))
+        waiting.sort(key=_turn)
         try:
             if asked < len(launched) and (not waiting or waiting[0].reducer.group.plan is None):
                 asked += 1
@@ -113,6 +113,17 @@ def _launch_all(engines: Iterable[TrainingStep], skipping: bool) -> tuple[list[T
     launched += waiting
     launched.sort(key=lambda engine: engine.reducer.lockstep.serial)
     return launched, failures
+
+
+def _turn(engine: TrainingStep) -> tuple[bool, int, int]:
+    """Whose turn it is to be launched, the same on all ranks: outer replicas, which all ranks reach, before inner ones."""
+    serial = engine.reducer.lockstep.serial
+    if engine.reducer.group.plan is not None:
+        return False, 0, -serial  # what contains others was made after them
+    with _listing:
+        others = [other for other in _all if other is not engine]
+    depth = sum(engine.module in submodules for other in others for submodules in [set(other.module.modules())])
+    return True, depth, serial
 
 
 def _follow_companions(engine: TrainingStep, taking_part: Sequence[TrainingStep]) -> list[TrainingStep]:
