@@ -116,7 +116,7 @@ def _launch_all(engines: Iterable[TrainingStep], skipping: bool) -> tuple[list[T
 
 
 def _turn(engine: TrainingStep) -> tuple[bool, int, int]:
-    """Whose turn it is to be launched, the same on all ranks: outer replicas, which all ranks reach, before inner ones."""
+    """Whose turn it is to be launched, the same on all ranks; outer replicas, which all reach, before inner ones."""
     serial = engine.reducer.lockstep.serial
     if engine.reducer.group.plan is not None:
         return False, 0, -serial  # what contains others was made after them
