@@ -149,24 +149,26 @@ class Gradients:
 
     def unsynchronized(self, among: Sequence[int], since: int) -> list[int]:
         """Foreign gradients, but for zeros and for edits of one that was delivered since round `since`."""
-        found = []
+        return [index for index in self.foreign(among) if not self._may_pass(index, since)]
+
+    def _may_pass(self, index: int, since: int) -> bool:
+        holder = self._holders[index]
+        by_hand = holder.compute.grad if isinstance(holder, ComputeParameter) else None  # while it computes
+        if by_hand is not None:
+            return not _torch.local(by_hand).count_nonzero()
+        gradient = holder.registered.grad if isinstance(holder, ComputeParameter) else holder.grad
+        if gradient is None or not _torch.local(gradient).count_nonzero():
+            return True
+        return self._delivered_since(index, since)
+
+    def accept_edits(self, among: Sequence[int], since: int) -> None:
+        """An optimizer may step on what users made of gradients delivered since that round: they count as ours."""
         for index in self.foreign(among):
             holder = self._holders[index]
-            by_hand = holder.compute.grad if isinstance(holder, ComputeParameter) else None  # while it computes
-            gradient = (
-                by_hand
-                if by_hand is not None
-                else holder.registered.grad
-                if isinstance(holder, ComputeParameter)
-                else holder.grad
-            )
-            if gradient is None or not _torch.local(gradient).count_nonzero():
+            if isinstance(holder, ComputeParameter) or (gradient := holder.grad) is None:
                 continue
-            if by_hand is not None or not self._delivered_since(index, since):
-                found.append(index)
-            elif not isinstance(holder, ComputeParameter):
+            if self._delivered_since(index, since) and gradient.count_nonzero():
                 self._given[index] = weakref.ref(gradient)
-        return found
 
     def _delivered_since(self, index: int, number: int) -> bool:
         if self._single.get(index, -1) >= number:

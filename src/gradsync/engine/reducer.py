@@ -355,6 +355,10 @@ class Reducer:
         """Before a step: of gradients that never came, as their backward has raised."""
         self.group.undo_divisions()
 
+    def foreign(self, among: Sequence[int]) -> list[int]:
+        """Those of these parameters whose `.grad` no round has delivered as it is."""
+        return self.group.gradients.foreign(among)
+
     def name_foreign(self, among: Sequence[int], since: int) -> list[str]:
         """Names of parameters among these whose `.grad` no round has delivered.
 
@@ -365,6 +369,10 @@ class Reducer:
     def left_dirty(self, parameter: Tensor) -> bool:
         """Whether it was managed until now, and has a gradient that was never synchronized."""
         return any(one is parameter for one in self._before.left_dirty())
+
+    def accept_edits(self, among: Sequence[int], since: int) -> None:
+        """What somebody made of gradients that were delivered after round `since` passes as ours from now on."""
+        self.group.gradients.accept_edits(among, since)
 
     def stepped(self) -> None:
         """An optimizer has stepped on parameters of ours."""

@@ -55,6 +55,10 @@ class Rounds(Protocol):
 
     def undo_divisions(self) -> None: ...
 
+    def foreign(self, among: Sequence[int]) -> list[int]: ...
+
+    def accept_edits(self, among: Sequence[int], since: int) -> None: ...
+
     def name_foreign(self, among: Sequence[int], since: int) -> list[str]: ...
 
     def left_dirty(self, parameter: Tensor) -> bool: ...
@@ -206,8 +210,11 @@ def _look(optimizer: Optimizer) -> None:
         names = reducer.name_dirty(one.indices) if reducer.seems_dirty else []
         names += [name for name, parameter in one.strays if _is_local(parameter, reducer)]
         since = _since.get(optimizer, {}).get(engine, 0)
-        foreign = reducer.name_foreign(one.indices, since) if not names else []
+        edited = reducer.foreign(one.indices) if not names else []
+        foreign = reducer.name_foreign(edited, since) if edited else []
         if not names and not foreign:
+            if edited:
+                reducer.accept_edits(edited, since)
             continue
         if getattr(_state, "allowed", False):
             engine.trained_alone()
