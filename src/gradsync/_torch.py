@@ -17,6 +17,7 @@ import torch.utils.dlpack
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, PrefixStore
 from torch._C._distributed_c10d import Store as Store
+from torch._C._distributed_c10d import TCPStore as TCPStore
 from torch._utils import _get_device_index
 from torch.autograd import Variable
 from torch.autograd.graph import Node, get_gradient_edge
