@@ -55,9 +55,10 @@ def descendants(pid: int) -> set[int]:
     return found.union(*map(descendants, found))
 
 
-def test_an_interrupt_leaves_nothing_running() -> None:
+def test_an_interrupt_leaves_nothing_behind(tmp_path: Path) -> None:
     slow = "slow rank=1 phase=loading transport=shared_memory ranks=3 step=1 seconds=500"
-    with subprocess.Popen([*COMMAND, "--fault", slow], stdout=subprocess.PIPE, text=True) as process:
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen([*COMMAND, "--fault", slow], stdout=subprocess.PIPE, text=True, env=environment) as process:
         # A worker, a process with the store, and three ranks.
         assert wait_until(lambda: len(descendants(process.pid)) == 5, 60)
         there = descendants(process.pid)
@@ -68,6 +69,7 @@ def test_an_interrupt_leaves_nothing_running() -> None:
     assert "Stopped; all ranks have ended." in said
     assert "Traceback" not in said
     assert wait_until(lambda: not any(map(kernel.is_running, there)), 2)
+    assert not list(tmp_path.iterdir())
 
 
 def test_where_there_can_be_no_hosts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -99,7 +100,8 @@ class Chaos:
                     seconds=seconds,
                 )
                 if self._single is None or self._single.hosts == 1 or hosts:
-                    self._listen(stack.enter_context(Workers(job)))
+                    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="gradsync-chaos-"))
+                    self._listen(stack.enter_context(Workers(job, folder)))
         except KeyboardInterrupt:
             self._display.finish()
             self._display.say("Stopped; all ranks have ended.")
@@ -140,9 +142,11 @@ class Chaos:
 class Workers(Ranks):
     """The processes that run the faults. None of theirs outlives them."""
 
-    def __init__(self, job: worker.Job) -> None:
+    def __init__(self, job: worker.Job, folder: str) -> None:
+        """`folder`: for all their files, since who is killed can't remove any."""
+        self._variables = {**_NO_POOLS, "TMPDIR": folder}
         super().__init__(worker.MODULE, [job.to_json()], ranks=job.workers)
 
     def _start(self, module: str, arguments: Sequence[str], ranks: int, port: int) -> Iterator[Rank]:
         for number in range(ranks):
-            yield start_rank(number, {**environment(number, ranks, port), **_NO_POOLS}, module, arguments)
+            yield start_rank(number, {**environment(number, ranks, port), **self._variables}, module, arguments)
