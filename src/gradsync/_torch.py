@@ -17,6 +17,7 @@ import torch.utils.dlpack
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, PrefixStore
 from torch._C._distributed_c10d import Store as Store
+from torch._C._distributed_c10d import TCPStore as TCPStore
 from torch._utils import _get_device_index
 from torch.autograd import Variable
 from torch.autograd.graph import Node, get_gradient_edge
@@ -370,11 +371,13 @@ def connect_gloo(like: Any, store: Store, name: str, rank: int, size: int, secon
 def break_off(gloo: Any) -> None:
     """Ends what is under way, with an error here and on the other ranks: gloo would wait for it when it is freed.
 
-    (2.13: its `abort` does nothing, but after a receive that takes too long it closes all connections.)
+    (2.13: its `abort` does nothing, but after a receive that takes too long it closes all connections.) Of every rank,
+    since one from a rank that has closed its own already fails at once, and then the connections with others stay.
     """
-    other = (gloo.rank() + 1) % gloo.size()
-    with contextlib.suppress(RuntimeError):
-        gloo.recv([torch.zeros(1)], other, _UNUSED_TAG).wait(timedelta(milliseconds=1))
+    for other in range(gloo.size()):
+        if other != gloo.rank():
+            with contextlib.suppress(RuntimeError):
+                gloo.recv([torch.zeros(1)], other, _UNUSED_TAG).wait(timedelta(milliseconds=1))
 
 
 _UNUSED_TAG = 0x67720000

@@ -146,6 +146,7 @@ SET_BY_ANYBODY = {
     *("grad", "data", "requires_grad", "__class__", "param_groups"),  # tensors, modules and optimizers
     *("_opt_called", "_ddp_ignored", "_ddp_params_and_buffers_to_ignore"),  # torch's marks
     *("atexit", "restype", "argtypes"),  # of weakref.finalize and ctypes
+    "last_value",  # of sys: as Python itself leaves it there at the end of a script
 }
 
 

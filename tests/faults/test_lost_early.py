@@ -13,9 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from gradsync import _torch
 from gradsync.engine import engine, parameter_group
 from gradsync.errors import ReplicaLostError, UnsuitableModuleError
-from gradsync.transport import choice, dedicated_group, handshake
+from gradsync.transport import choice, dedicated_group, handshake, start_watch
 from tests.ranks.memory import be_on_host
 from tests.ranks.small import FRONTS, build, make, short_group
 from tests.support.outcome import End, Outcome
@@ -193,3 +194,34 @@ def test_all_hosts_name_the_one_that_is_stuck(ranks: Ranks) -> None:
     for outcome in ranks.outcomes(stuck_on_another_host, 4, 1):
         if outcome.rank != 1:
             assert outcome.exception.ranks == [1], outcome  # type: ignore[union-attr]
+
+
+# --- the store is in a rank -------------------------------------------------------------------------------------
+
+
+def lost_beside_the_store() -> None:
+    """Rank 1 is lost; rank 0, which has the store, gives up because of that and ends before rank 2 has heard of it."""
+    rank = int(os.environ["RANK"])
+    store = _torch.TCPStore(
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=rank == 0, wait_for_workers=False
+    )
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=NEVER)
+    dist.barrier()
+    start_watch.HEAR_SECONDS = 10.0  # a busy machine needs longer
+    if rank == 1:
+        kill()
+    if rank == 2:
+        time.sleep(0.15)
+    try:
+        make("replicate", build())
+    except ReplicaLostError:
+        if rank == 0:
+            os._exit(1)
+        raise
+
+
+def test_who_gives_up_with_the_store_is_not_taken_for_the_cause(ranks: Ranks) -> None:
+    outcomes = ranks.outcomes(lost_beside_the_store, 3, backend=None)
+    assert outcomes[0].exit_code == 1
+    assert isinstance(outcomes[2].exception, ReplicaLostError), outcomes[2]
+    assert outcomes[2].exception.ranks == [1], outcomes[2]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -17,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from gradsync import _torch
 from gradsync.errors import ReplicaLostError, RoundTimeoutError
 from tests.ranks.memory import be_on_host, transport_of
 from tests.ranks.small import backward, build, make
@@ -283,3 +286,31 @@ def test_one_that_is_only_slow(ranks: Ranks, transport: str) -> None:
     assert [outcome.result for outcome in outcomes] == ["done", "done"]
     assert outcomes[0].output.count("rank 1 has been past the end of round 1 of Sequential for") == 1
     assert "has waited" not in outcomes[1].output
+
+
+def break_off_beside_a_closed_connection() -> bool:
+    """Rank 1 has closed its connections, rank 2 sends nothing: whether a receive from that one has ended."""
+    group = dist.new_group(timeout=timedelta(minutes=30))
+    gloo = _torch.gloo_of(group)
+    dist.barrier(group)
+    if dist.get_rank() == 1:
+        os._exit(0)
+    ended = threading.Event()
+
+    def receive(source: int, then: Callable[[], None]) -> None:
+        with contextlib.suppress(RuntimeError):
+            gloo.recv([torch.zeros(1)], source, 1).wait()
+        then()
+
+    if dist.get_rank() == 2:
+        receive(0, ended.set)  # until that one breaks off, or ends
+        return ended.is_set()
+    threading.Thread(target=receive, args=(2, ended.set), daemon=True).start()
+    receive(1, lambda: None)  # until it is seen that this one is gone
+    _torch.break_off(gloo)
+    return ended.wait(5 * crowding())
+
+
+def test_all_that_is_under_way_is_broken_off(ranks: Ranks) -> None:
+    """Else gloo waits for it until the limit of the group when a replica is freed whose ranks are on a lost host."""
+    assert ranks.outcomes(break_off_beside_a_closed_connection, 3)[0].result is True

@@ -26,7 +26,7 @@ from gradsync.errors import ReplicaLostError, RoundTimeoutError, SharedMemoryErr
 from gradsync.transport import SymmetricMemory, handshake, progress_engine
 from gradsync.transport.slot_reads import SlotReads
 from gradsync.transport.slot_sums import SlotSums
-from tests.ranks.memory import descriptors, mapped, train, transport_of
+from tests.ranks.memory import descriptors, links, mapped, train, transport_of
 from tests.ranks.small import assert_gradients, backward, build, make, mean_gradients, same_everywhere
 from tests.support.children import FORKS_BESIDE_THREADS
 from tests.support.outcome import End
@@ -170,6 +170,30 @@ def nothing_left() -> Iterator[list[str]]:
 def test_nothing_is_left_when_all_ranks_have_ended(ranks: Ranks, end: Callable[..., None]) -> None:
     with nothing_left() as told:
         told += [outcome.output for outcome in ranks.outcomes(with_much_memory, 2, end)]
+
+
+def caught(transport: str, doomed: int) -> tuple[int, int, int]:
+    """The others catch the error, and have nothing of the round that was lost: the sums under way least of all."""
+    lose(transport, doomed)
+    dist.destroy_process_group()
+    wait_until(lambda: not mapped() + descriptors() + links(), 2)
+    return mapped(), descriptors(), links()
+
+
+def lose(transport: str, doomed: int) -> None:
+    """In a function of its own, so that nothing outlives it."""
+    module: Any = make("replicate", build(), transport=transport, bucket_cap_mb=1e-6)
+    backward(module)
+    if dist.get_rank() == doomed:
+        die()
+    with pytest.raises(ReplicaLostError):
+        backward(module)
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "hierarchical"])
+def test_nothing_is_left_of_a_replica_that_was_lost(ranks: Ranks, transport: str) -> None:
+    survivors = ranks.outcomes(caught, 3, transport, 1)[::2]
+    assert [one.result for one in survivors] == [(0, 0, 0)] * 2, survivors
 
 
 def test_memory_is_taken_while_ranks_live(ranks: Ranks) -> None:

@@ -26,7 +26,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
-from tests.support import kernel
+from gradsync.cli import kernel
 from tests.support.channel import Channel, Ended, Fork, Ready, Signal
 from tests.support.patience import crowding
 

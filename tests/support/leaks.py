@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from tests.support import kernel
+from gradsync.cli import kernel
 from tests.support.ranks import Ranks
 
 _OWN_VARIABLES = {"PYTEST_CURRENT_TEST"}

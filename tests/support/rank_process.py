@@ -22,7 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support import kernel
+from gradsync.cli import kernel
 from tests.support.channel import DUMP_STACKS, LEAVE, Channel, Fork, Reported, Started
 from tests.support.patience import crowding
 from tests.support.run_folder import Call, Raised, Returned, RunFolder, Setting

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support import kernel
+from gradsync.cli import kernel
 from tests.support.outcome import End, RankFailure
 from tests.support.patience import Stopwatch, seconds_since
 from tests.support.ranks import Ranks, on_ranks
@@ -346,7 +346,7 @@ def test_a_process_dies_with_its_parent() -> None:
     """A rank asks for this towards the fork server."""
     parent = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
     child = (
-        "import os, time; from tests.support import kernel; "
+        "import os, time; from gradsync.cli import kernel; "
         "kernel.die_with(os.getppid()); print(os.getpid(), flush=True); time.sleep(60)"
     )
     command = [sys.executable, "-c", parent, child]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from gradsync._version import __version__
+from gradsync.cli.chaos.command import chaos
 from gradsync.cli.demo import demo
 
 app = typer.Typer(
@@ -15,6 +16,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,  # a bug should show Python's own traceback
 )
 app.command()(demo)
+app.command()(chaos)
 
 
 def _version(wanted: bool) -> None:
@@ -23,7 +25,6 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-# The callback also keeps `demo` a subcommand while it is the only one.
 @app.callback()
 def options(
     version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Show the version."),

@@ -2,12 +2,16 @@
 
 On a host whose cores compute, a thread that reduces would take its time from those cores. So the hooks that run
 anyway call `progress_throttled` while gradients arrive, and whoever waits for something calls `progress`.
+
+Nothing is kept alive here: a sum that will never be done, since a rank of it was lost, goes with the round that awaits
+it, and with it go its memory and its connections. The others then see that this rank is gone, too.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from time import perf_counter
 from typing import Protocol
 
@@ -25,7 +29,7 @@ class Step(Protocol):
         """Whether it may become possible to advance without a wake-up for those who sleep on `link`."""
 
 
-_steps: list[Step] = []
+_steps: list[weakref.ref[Step]] = []  # as long as somebody has them
 _advancing = threading.Lock()
 _throttled_until = 0.0
 
@@ -33,10 +37,14 @@ _throttled_until = 0.0
 def begin(step: Step) -> None:
     """Advances it at once, and from now on whenever `progress` is called, until it is done."""
     if not step.advance():
-        _steps.append(step)
+        _steps.append(weakref.ref(step, _forget))
 
 
 def abandon(step: Step) -> None:
+    _forget(weakref.ref(step))
+
+
+def _forget(step: weakref.ref[Step]) -> None:
     with contextlib.suppress(ValueError):  # another thread was quicker
         _steps.remove(step)
 
@@ -50,7 +58,7 @@ def progress() -> None:
     if not _steps or not _advancing.acquire(blocking=False):  # two threads would both add up the same share
         return
     try:
-        for step in tuple(_steps):
+        for step in _alive():
             try:
                 is_done = step.advance()
             except BaseException:
@@ -72,4 +80,9 @@ def progress_throttled() -> None:
 
 def needs_polling(link: object) -> bool:
     """Whether somebody who sleeps on `link` has to look after the steps again soon, as nobody will wake it for them."""
-    return any(step.needs_polling(link) for step in tuple(_steps))
+    return any(step.needs_polling(link) for step in _alive())
+
+
+def _alive() -> list[Step]:
+    """At the moment."""
+    return [step for known in tuple(_steps) if (step := known()) is not None]

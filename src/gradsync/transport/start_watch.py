@@ -34,6 +34,8 @@ from gradsync.transport.link import Link
 # What was sent before a rank ended may still be on its way, and is waited for so long.
 GRACE = 0.3
 EXPLAIN_SECONDS = 2.0
+# How long a rank that raises because of another one keeps the store, which may live in its process, for the rest.
+HEAR_SECONDS = 0.4
 # How often to look into the store.
 _CHECK_SECONDS = 0.05
 _TAG = 0x67720001
@@ -48,6 +50,7 @@ class StartWatch:
         self._rank, self._size = gloo.rank(), gloo.size()
         self._store, self._key = store, f"gradsync/start/{number}/failure"
         self._next_check = self._known_since = 0.0
+        self._has_heard = False
         self._neighbor_ended = _watch_neighbor(gloo)
         self._end = weakref.finalize(self, _say_done, gloo)
         self._end.atexit = False
@@ -68,7 +71,9 @@ class StartWatch:
             return
         self._known_since = self._known_since or now
         if now - self._known_since >= GRACE:
-            raise self._error(json.loads(self._store.get(self._key)))
+            failure = json.loads(self._store.get(self._key))
+            self._let_others_hear()
+            raise self._error(failure)
 
     def explain(self) -> None:
         """After a connection broke: raises with the rank that was lost, as soon as that is known."""
@@ -100,13 +105,27 @@ class StartWatch:
             with contextlib.suppress(RuntimeError):
                 if error.ranks:
                     self._report({"rank": error.ranks[0]})
-            if (failure := self._reported()) is not None:  # which says why, if that rank has said it
+            failure = self._reported()
+            self._let_others_hear()
+            if failure is not None:  # which says why, if that rank has said it
                 raise self._error(failure) from None
             raise
         except Exception as error:
             with contextlib.suppress(RuntimeError):
                 self._report({"rank": self._rank, "why": f"{type(error).__name__}: {error}"[:_SHOWN]})
             raise
+
+    def _let_others_hear(self) -> None:
+        """Else they would find the store gone, if it is in this process, and name this rank, not the first cause."""
+        if self._has_heard:
+            return
+        self._has_heard = True
+        key, deadline = f"{self._key}/heard", time.monotonic() + HEAR_SECONDS
+        with contextlib.suppress(RuntimeError):
+            heard = self._store.add(key, 1)
+            while heard < self._size - 1 and time.monotonic() < deadline:
+                time.sleep(0.01)
+                heard = self._store.add(key, 0)
 
     def _reported(self) -> dict[str, Any] | None:
         with contextlib.suppress(RuntimeError):
