@@ -273,6 +273,31 @@ def test_a_rank_comes_through_a_flood(waiting: Waiting) -> None:
     connected.close()
 
 
+def test_a_rank_waits_where_strangers_fill_the_queue() -> None:
+    """For Unix sockets that is an error at once, not a wait."""
+    listener, address = wire.listen_here()
+    listener.listen(1)  # a short one, for the test
+    crowd: list[socket.socket] = []
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            crowd.append(socket.socket(socket.AF_UNIX))
+            crowd[-1].setblocking(False)
+            crowd[-1].connect("\0" + address.partition(":")[2])
+    nodes: list[Node] = []
+    place = Place(above=None, members=(1,), leaders=(), above_is_remote=False)
+    later = threading.Timer(0.2, lambda: nodes.append(Node(0, [0, 1], place, TOKEN, [listener])))
+    later.start()
+    try:
+        connected = watch_module.reach(address, TOKEN, 1, 20)
+        assert within(5, lambda: nodes and nodes[0].is_complete)
+        connected.close()
+    finally:
+        later.join()
+        nodes[0].end()
+        for one in crowd:
+            one.close()
+
+
 def test_a_frame_that_is_too_long() -> None:
     waiting = Waiting()
     try:
