@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gradsync.transport import handshake, rendezvous
+from gradsync.watch import visitor as visitors
 from gradsync.watch import watch as watches
 from gradsync.watch import wire
 from tests.ranks.memory import be_on_host
@@ -54,6 +55,7 @@ class Log(logging.Handler):
 def be_patient() -> None:
     """Limits that a busy machine with a crowd of strangers does not reach. A hang is ended by the harness."""
     rendezvous.HANDSHAKE_SECONDS, rendezvous.VERDICT_SECONDS, watches.CONNECT_SECONDS = 60.0, 120.0, 60.0
+    visitors.SILENT_SECONDS = 600.0  # that strangers go is not to be a matter of time either
 
 
 def train(place: str) -> None:
@@ -70,6 +72,7 @@ def train(place: str) -> None:
     (watch,) = rendezvous._watches.values()
     assert watch.is_complete
     assert not watch.notices
+    assert wait_until(lambda: not watch._node._listeners and not watch._node._visitors, 2), "strangers are still heard"
     dist.barrier()  # no rank leaves before all have looked
 
 

@@ -24,6 +24,7 @@ from gradsync.watch.node import Node
 from gradsync.watch.notice import How, Notice
 from gradsync.watch.tree import Place
 from gradsync.watch.watch import Watch
+from tests.support.patience import crowding
 
 TOKEN = b"t" * 32
 
@@ -141,6 +142,17 @@ def test_a_slow_writer_is_given_up(waiting: Waiting, monkeypatch: pytest.MonkeyP
     with waiting.visitor() as visitor:
         visitor.recv(wire.HELLO_BYTES)
         visitor.sendall(b"a")
+        assert visitor.recv(1) == b""
+    waiting.still_works()
+
+
+def test_who_will_say_no_more_is_turned_away_at_once(waiting: Waiting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half-open: it can still hear, and would keep the thread busy as long as it was borne."""
+    monkeypatch.setattr(visitors, "SILENT_SECONDS", 600.0)
+    with waiting.visitor() as visitor:
+        visitor.shutdown(socket.SHUT_WR)
+        visitor.settimeout(5 * crowding())
+        assert len(visitor.recv(wire.HELLO_BYTES)) == wire.HELLO_BYTES
         assert visitor.recv(1) == b""
     waiting.still_works()
 
