@@ -50,7 +50,7 @@ class Strangers:
             assert os.read(said, 1) == b"a", "strangers could not connect"
 
     def end(self) -> None:
-        """Fails unless all have seen their listener close."""
+        """Has them leave, and fails unless all have seen their listener close."""
         for process, said in self._processes:
             os.close(said)
             status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
@@ -117,7 +117,7 @@ class _Crowd:
         self._address, self._crowd, self._count, self._recorded = address, crowd, count, recorded
 
     def talk(self, report: int) -> int:
-        """0 once the listener is closed, 1 if it never is."""
+        """0 once the listener is closed and nobody reads reports any more, 1 if that never happens."""
         talking: list[tuple[socket.socket, Iterator[None]]] = []
         came, until = 0, time.monotonic() + _ENDURANCE
         while time.monotonic() < until:
@@ -126,8 +126,10 @@ class _Crowd:
                 self._connect(peer)
             except (BlockingIOError, ConnectionResetError):  # the queue is full, or the listener closes just now
                 peer.close()
-            except ConnectionRefusedError:
-                return 0
+            except ConnectionRefusedError:  # the others stay on the line while the job trains
+                job = select.poll()
+                job.register(report, 0)
+                return int(not job.poll(_ENDURANCE * 1000))
             else:
                 if came < self._count:
                     talking.append((peer, self._steps(peer, self._crowd[came % len(self._crowd)])))
