@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
+import select
 import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -146,6 +149,106 @@ def test_wake_ups_do_not_crowd_out_messages() -> None:
     dist.barrier()
 
 
+def stranger(name: str) -> socket.socket:
+    """A connection that has said nothing."""
+    peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    peer.setblocking(False)
+    try:
+        peer.connect("\0" + name)
+    except OSError:
+        peer.close()
+        raise
+    return peer
+
+
+def meet(listener: handshake.Listener) -> list[str]:
+    names: list[str] = [""] * 2
+    dist.all_gather_object(names, listener.name)
+    return names
+
+
+@on_ranks(2)
+def test_a_rank_waits_where_strangers_fill_the_queue() -> None:
+    """For Unix sockets that is an error at once, not a wait."""
+    listener, crowd = handshake.Listener(), []
+    rank = dist.get_rank()
+    if rank == 0:
+        listener.socket.listen(1)  # a short one, for the test
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                crowd.append(stranger(listener.name))
+    names = meet(listener)
+    if rank == 0:
+        time.sleep(0.2)
+    connected = handshake.connect(listener, rank, {1 - rank: names[1 - rank]}, TOKEN, PATIENT, lambda rank: False)
+    assert connected.peers == (1 - rank,)
+    for one in crowd:
+        one.close()
+    dist.barrier()
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@on_ranks(2)
+def test_a_rank_that_was_taken_for_a_stranger_comes_again(when: str) -> None:
+    """In a crowd, one that has connected and not greeted yet; or whose greeting came at the moment of being refused."""
+    listener, crowd = handshake.Listener(), []
+    names, rank = meet(listener), dist.get_rank()
+    seen: list[socket.socket] = []
+
+    def check_user_late(connected: socket.socket, name: str, check: Any = handshake._check_user) -> None:
+        if not seen:
+            seen.append(connected)
+            assert select.select([connected], [], [], PATIENT)[0], "it was not turned away"
+        check(connected, name)
+
+    def refuse_once(incoming: socket.socket, token: bytes, rank_of: Any = handshake._rank_of) -> int | None:
+        found: int | None = rank_of(incoming, token)
+        if found is None or seen:
+            return found
+        seen.append(incoming)
+        return None
+
+    if when == "after" and rank == 0:
+        handshake._rank_of = refuse_once
+    if when == "before" and rank == 1:
+        handshake._check_user = check_user_late
+    if when == "before" and rank == 0:
+        # Once rank 1 waits in the queue, so many that it becomes the one that has been silent for longest.
+        assert select.select([listener.socket], [], [], PATIENT)[0]
+        crowd = [stranger(listener.name) for _ in range(handshake._MOST_SILENT)]
+    connected = handshake.connect(listener, rank, {1 - rank: names[1 - rank]}, TOKEN, PATIENT, lambda rank: False)
+    assert connected.peers == (1 - rank,)
+    assert len(seen) == ((rank == 1) if when == "before" else (rank == 0))
+    for one in crowd:
+        one.close()
+    dist.barrier()
+
+
+def come_and_go(listener: handshake.Listener) -> int:
+    """Connects and closes at once, until nobody listens any more."""
+    listener.close()  # in this process, which was forked from the one that listens
+    while True:
+        try:
+            stranger(listener.name).close()
+        except BlockingIOError:
+            time.sleep(0.001)
+        except ConnectionRefusedError:
+            return 0
+
+
+@on_ranks(1)
+def test_strangers_that_keep_coming_do_not_prolong_a_wait() -> None:
+    """Neither to its limit nor to the news that the rank does not come."""
+    has_failed: Callable[[int], bool]
+    for seconds, has_failed in ((0.3, lambda rank: False), (600.0, lambda rank: True)):
+        listener = handshake.Listener()
+        with ExitStack() as others:
+            for _ in range(3):
+                others.enter_context(beside(partial(come_and_go, listener)))
+            with pytest.raises(HandshakeError, match="rank 0 waited in vain for rank 1"):
+                handshake.connect(listener, 0, {1: ""}, TOKEN, seconds, has_failed)
+
+
 def flood(name: str, user: int | None, seconds: float) -> int:
     """Connects again and again, says nothing, and keeps what it gets."""
     if user is not None:
@@ -180,8 +283,8 @@ def connect_in_a_flood(user: int | None) -> None:
     else:
         with beside(partial(flood, listener.name, user, 60.0)):
             soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-            # Root of the test may have many open already.
-            resource.setrlimit(resource.RLIMIT_NOFILE, (len(list(Path("/proc/self/fd").iterdir())) + 100, hard))
+            # Root of the test may have many open already. Fewer are left than silent peers may hold otherwise.
+            resource.setrlimit(resource.RLIMIT_NOFILE, (len(list(Path("/proc/self/fd").iterdir())) + 10, hard))
             connected = handshake.connect(listener, 0, {1: names[1]}, TOKEN, 60, lambda rank: False)
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert connected.peers == (1 - rank,)

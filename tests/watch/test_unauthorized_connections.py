@@ -24,6 +24,7 @@ from gradsync.watch.node import Node
 from gradsync.watch.notice import How, Notice
 from gradsync.watch.tree import Place
 from gradsync.watch.watch import Watch
+from tests.support.patience import crowding
 
 TOKEN = b"t" * 32
 
@@ -141,6 +142,17 @@ def test_a_slow_writer_is_given_up(waiting: Waiting, monkeypatch: pytest.MonkeyP
     with waiting.visitor() as visitor:
         visitor.recv(wire.HELLO_BYTES)
         visitor.sendall(b"a")
+        assert visitor.recv(1) == b""
+    waiting.still_works()
+
+
+def test_who_will_say_no_more_is_turned_away_at_once(waiting: Waiting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half-open: it can still hear, and would keep the thread busy as long as it was borne."""
+    monkeypatch.setattr(visitors, "SILENT_SECONDS", 600.0)
+    with waiting.visitor() as visitor:
+        visitor.shutdown(socket.SHUT_WR)
+        visitor.settimeout(5 * crowding())
+        assert len(visitor.recv(wire.HELLO_BYTES)) == wire.HELLO_BYTES
         assert visitor.recv(1) == b""
     waiting.still_works()
 
@@ -271,6 +283,31 @@ def test_a_rank_comes_through_a_flood(waiting: Waiting) -> None:
         assert within(5, lambda: waiting.node.is_complete)
     assert waiting.node.lost is None
     connected.close()
+
+
+def test_a_rank_waits_where_strangers_fill_the_queue() -> None:
+    """For Unix sockets that is an error at once, not a wait."""
+    listener, address = wire.listen_here()
+    listener.listen(1)  # a short one, for the test
+    crowd: list[socket.socket] = []
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            crowd.append(socket.socket(socket.AF_UNIX))
+            crowd[-1].setblocking(False)
+            crowd[-1].connect("\0" + address.partition(":")[2])
+    nodes: list[Node] = []
+    place = Place(above=None, members=(1,), leaders=(), above_is_remote=False)
+    later = threading.Timer(0.2, lambda: nodes.append(Node(0, [0, 1], place, TOKEN, [listener])))
+    later.start()
+    try:
+        connected = watch_module.reach(address, TOKEN, 1, 20)
+        assert within(5, lambda: nodes and nodes[0].is_complete)
+        connected.close()
+    finally:
+        later.join()
+        nodes[0].end()
+        for one in crowd:
+            one.close()
 
 
 def test_a_frame_that_is_too_long() -> None:

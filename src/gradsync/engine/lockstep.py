@@ -88,7 +88,7 @@ def digest(text: str, bits: int = 63) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> (64 - bits)
 
 
-class Position(NamedTuple):
+class Standing(NamedTuple):
     """Where a rank says it is, in an error."""
 
     module: str
@@ -102,7 +102,7 @@ class Position(NamedTuple):
         return json.dumps(self)
 
     @classmethod
-    def unpack(cls, text: str) -> Position:
+    def unpack(cls, text: str) -> Standing:
         found: list[Any] = json.loads(text)
         return cls(*found)
 
@@ -111,14 +111,14 @@ class Position(NamedTuple):
         return f"in round {self.number} of {self.module}, {step}{_IN_WORDS[Kind(self.kind)]}"
 
 
-def explain(rank: int, positions: Sequence[Position | None]) -> GradsyncError:
+def explain(rank: int, standings: Sequence[Standing | None]) -> GradsyncError:
     """Why the ranks do not fit together. None: a rank that did not say where it is."""
-    told = [position for position in positions if position is not None]
+    told = [standing for standing in standings if standing is not None]
     for other in told:
         if other.settings != told[0].settings:
-            return different_settings(rank, [p.settings if p else "" for p in positions])
-        if other.parameters != told[0].parameters and any(position.kind == Kind.CHANGE for position in told):
-            text = list_differences(told[0].parameters, other.parameters, f"on rank {positions.index(other)}")
+            return different_settings(rank, [p.settings if p else "" for p in standings])
+        if other.parameters != told[0].parameters and any(standing.kind == Kind.CHANGE for standing in told):
+            text = list_differences(told[0].parameters, other.parameters, f"on rank {standings.index(other)}")
             return ParametersChangedError(
                 f"rank {rank}: parameters or buffers were frozen, converted, added, renamed or replaced in different "
                 f"ways, or by different values, on different ranks:\n{text}\n"
@@ -126,7 +126,7 @@ def explain(rank: int, positions: Sequence[Position | None]) -> GradsyncError:
                 "alike if they are random). Or undo it, gradsync.unreplicate(module), change it, and replicate again."
             )
     where = "\n".join(
-        f"  rank {r}: {p if p is not None else 'has not said where it is'}" for r, p in enumerate(positions)
+        f"  rank {r}: {p if p is not None else 'has not said where it is'}" for r, p in enumerate(standings)
     )
     return RoundMismatchError(
         f"rank {rank}: the ranks sent each other gradients of different rounds, so nothing was delivered:\n{where}\n"
@@ -238,18 +238,18 @@ class Lockstep:
     def mismatch(self, identity: Identity, kind: Kind, transport: Transport, described: str = "") -> GradsyncError:
         """After all that was sent has come home: says to the other ranks where this one is, and hears from them."""
         stepped, described = bool(identity.stepped), described or self.describe()
-        mine = Position(self.name, identity.number, kind, stepped, self.settings, described)
-        positions: list[Position | None] = [None] * transport.size
-        positions[transport.rank] = mine
+        mine = Standing(self.name, identity.number, kind, stepped, self.settings, described)
+        standings: list[Standing | None] = [None] * transport.size
+        standings[transport.rank] = mine
         self._mismatches += 1
-        topic = f"positions/{self.serial}/{self.launches}/{self._mismatches}"
+        topic = f"standings/{self.serial}/{self.launches}/{self._mismatches}"
         with contextlib.suppress(Exception):  # a rank that says nothing is named in the error
             said = transport.exchange_via_store(topic, mine.pack(), min(transport.limit, _EXPLAIN_SECONDS))
-            positions = [Position.unpack(text) for text in said]
+            standings = [Standing.unpack(text) for text in said]
         # All ranks are at the same place again, if they go on.
-        self._number = 1 + max(position.number for position in positions if position is not None)
+        self._number = 1 + max(standing.number for standing in standings if standing is not None)
         self._stepped = None
-        return explain(transport.rank, positions)
+        return explain(transport.rank, standings)
 
     def diverged(self) -> None:
         """All ranks were in the same round, which none of them delivers."""

@@ -7,6 +7,7 @@ the same user and to have the token, which ranks know from the group's store.
 
 from __future__ import annotations
 
+import errno
 import hmac
 import os
 import select
@@ -22,6 +23,8 @@ from gradsync.watch.watch import Watch
 # While waiting for a rank to connect, how often to look whether it has said that it can't.
 _CHECK_SECONDS = 0.1
 _BACKLOG = 1024
+# What a rank hears in a crowd: the queue is full, or it was turned away. It comes again after so long.
+_CROWDED, _AGAIN_SECONDS = (BlockingIOError, BrokenPipeError, ConnectionResetError), 0.01
 # Connections of this user that may be open before they have said which rank they are.
 _MOST_SILENT = 64
 _GREETING = struct.Struct("=16sq")
@@ -75,14 +78,14 @@ def connect(
     deadline = time.monotonic() + seconds
     sockets: dict[int, socket.socket] = {}
     try:
-        for peer in sorted(names):
-            if peer < rank:
-                sockets[peer] = _connect_to(peer, names[peer], rank, token, seconds)
-        higher = {peer for peer in names if peer > rank}
-        sockets |= _admit(listener.socket, higher, rank, token, deadline, has_failed)
-        for peer in sorted(names):
-            if peer < rank:
-                _await_answer(sockets[peer], peer, token, deadline)
+        lower = sorted(peer for peer in names if peer < rank)
+        for peer in lower:
+            sockets[peer] = _connect_to(peer, names[peer], rank, token, deadline)
+        sockets |= _admit(listener.socket, names.keys() - lower, rank, token, deadline, has_failed)
+        for peer in lower:
+            while not _has_answered(sockets[peer], peer, token, deadline):
+                sockets[peer].close()
+                sockets[peer] = _connect_to(peer, names[peer], rank, token, deadline)
     except BaseException:
         close_all(sockets.values())
         raise
@@ -91,19 +94,24 @@ def connect(
     return Link(rank, sockets, watch)
 
 
-def _connect_to(peer: int, name: str, rank: int, token: bytes, seconds: float) -> socket.socket:
-    connected = _new_socket()
-    try:
-        connected.settimeout(seconds)
-        connected.connect("\0" + name)
-        _check_user(connected, f"rank {peer}")
-        connected.send(_GREETING.pack(token, rank))
-    except (OSError, HandshakeError) as error:
-        connected.close()
-        if isinstance(error, HandshakeError):
-            raise
-        raise HandshakeError(f"rank {rank} could not reach rank {peer}: {error.strerror or error}") from None
-    return connected
+def _connect_to(peer: int, name: str, rank: int, token: bytes, deadline: float) -> socket.socket:
+    """Comes again while strangers fill the queue, and if it was turned away as one of them before it could greet."""
+    while True:
+        connected = _new_socket()
+        try:
+            connected.settimeout(max(deadline - time.monotonic(), 0.001))
+            connected.connect("\0" + name)
+            _check_user(connected, f"rank {peer}")
+            connected.send(_GREETING.pack(token, rank), socket.MSG_NOSIGNAL)
+        except BaseException as error:
+            connected.close()
+            if not isinstance(error, OSError):
+                raise
+            if not isinstance(error, _CROWDED) or time.monotonic() > deadline:
+                raise HandshakeError(f"rank {rank} could not reach rank {peer}: {error.strerror or error}") from None
+        else:
+            return connected
+        time.sleep(_AGAIN_SECONDS)
 
 
 def _admit(
@@ -127,25 +135,39 @@ def _admit(
         peer = _rank_of(incoming, token)
         if peer in expected and peer not in admitted:
             admitted[peer] = incoming
-            incoming.send(_GREETING.pack(token, rank))
+            incoming.send(_GREETING.pack(token, rank), socket.MSG_NOSIGNAL)
         else:
             incoming.close()
 
-    try:
-        while missing := expected - admitted.keys():
-            left = deadline - time.monotonic()
-            found = poll.poll(max(min(left, _CHECK_SECONDS), 0) * 1000)
-            if not found and (left <= 0 or any(map(has_failed, missing))):
-                raise HandshakeError(f"rank {rank} waited in vain for rank {listed(sorted(missing))}")
-            for descriptor, _ in found:
-                if descriptor in silent:
-                    admit_or_refuse(descriptor)
-            is_called = any(descriptor == listener.fileno() for descriptor, _ in found)
-            for incoming in _accept_own_user(listener) if is_called else ():
+    def accept() -> None:
+        try:
+            for incoming in _accept_own_user(listener):
                 silent[incoming.fileno()] = incoming
                 poll.register(incoming, select.POLLIN)
                 if len(silent) > _MOST_SILENT:  # a rank greets at once: the oldest of them is none
                     admit_or_refuse(next(iter(silent)))
+        except OSError as error:
+            if error.errno != errno.EMFILE or not silent:
+                raise
+            admit_or_refuse(next(iter(silent)))  # strangers must not hold the last descriptors
+
+    check_at = time.monotonic() + _CHECK_SECONDS
+    try:
+        while expected - admitted.keys():
+            left = deadline - time.monotonic()
+            found = poll.poll(max(min(left, _CHECK_SECONDS), 0) * 1000)
+            for descriptor, _ in found:
+                if descriptor in silent:
+                    admit_or_refuse(descriptor)
+            if any(descriptor == listener.fileno() for descriptor, _ in found):
+                accept()
+            if (now := time.monotonic()) < min(check_at, deadline):
+                continue
+            check_at = now + _CHECK_SECONDS
+            # Also while strangers keep coming: else they could have it wait for ever.
+            missing = expected - admitted.keys()
+            if missing and (now >= deadline or any(map(has_failed, missing))):
+                raise HandshakeError(f"rank {rank} waited in vain for rank {listed(sorted(missing))}")
     except BaseException as error:
         close_all(admitted.values())
         if isinstance(error, OSError):
@@ -181,14 +203,23 @@ def _rank_of(incoming: socket.socket, token: bytes) -> int | None:
     return int(peer) if hmac.compare_digest(theirs, token) else None
 
 
-def _await_answer(connected: socket.socket, peer: int, token: bytes, deadline: float) -> None:
+def _has_answered(connected: socket.socket, peer: int, token: bytes, deadline: float) -> bool:
+    """Waits for it. False if it has turned this rank away, as it does with those who are silent in a crowd."""
     connected.settimeout(max(deadline - time.monotonic(), 0.001))
     try:
-        theirs, rank = _GREETING.unpack(connected.recv(_GREETING.size))
-    except (OSError, struct.error):
+        answer = connected.recv(_GREETING.size)
+    except ConnectionResetError:
+        answer = b""
+    except OSError:
         raise HandshakeError(f"rank {peer} did not answer") from None
-    if rank != peer or not hmac.compare_digest(theirs, token):
+    if not answer:
+        if time.monotonic() > deadline:
+            raise HandshakeError(f"rank {peer} did not answer")
+        time.sleep(_AGAIN_SECONDS)
+        return False
+    if not hmac.compare_digest(answer, _GREETING.pack(token, peer)):
         raise HandshakeError(f"rank {peer} answered with a wrong token")
+    return True
 
 
 def _check_user(connected: socket.socket, name: str) -> None:

@@ -31,6 +31,8 @@ PUSH_SECONDS = 1.0
 _MOST_FAILURES = 10
 # What the kernel says of a host that does not answer: it keeps to what it heard last, from its own routes too.
 _UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN)
+# And of a process or a system that has no descriptor for one more connection. Looked at again after so long.
+_EXHAUSTED, _EXHAUSTED_SECONDS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM), 0.05
 _log = logging.getLogger("gradsync")
 
 
@@ -226,10 +228,12 @@ class Node:
     def _accept(self, listener: socket.socket) -> None:
         try:
             connected, _ = listener.accept()
-        except OSError:
+        except OSError as error:
+            if error.errno in _EXHAUSTED:
+                self._make_room()
             return
-        if len(self._visitors) >= MOST_SILENT:  # the one that has said nothing for longest makes room
-            self._turn_away(next(iter(self._visitors.values())))
+        if len(self._visitors) >= MOST_SILENT:
+            self._make_room()
         visitor = Visitor(connected)
         self._visitors[connected] = visitor
         self._selector.register(connected, selectors.EVENT_READ, lambda: self._hear(visitor))
@@ -257,6 +261,16 @@ class Node:
         self._add(Channel(visitor.socket, rank))
         if not self._expected:
             self._close_listeners()
+
+    def _make_room(self) -> None:
+        """The visitor that has said nothing for longest goes; if there is none, somebody else has to free a descriptor.
+
+        Until then whoever waits at a listener would wake this thread again at once: it sleeps for a moment.
+        """
+        if self._visitors:
+            self._turn_away(next(iter(self._visitors.values())))
+        else:
+            time.sleep(_EXHAUSTED_SECONDS)
 
     def _turn_away(self, visitor: Visitor) -> None:
         self._selector.unregister(visitor.socket)

@@ -182,13 +182,16 @@ def _listen(board: Board, key: str, place: Place, address: Callable[[], str]) ->
 
 
 def reach(address: str, token: bytes, rank: int, seconds: float) -> socket.socket:
-    """Connects. Who is turned away comes again: in a crowd, a listener may take it for one that has nothing to say."""
+    """Connects. Who is turned away comes again: in a crowd, a listener may take it for one that has nothing to say.
+
+    So does who finds its queue full, which on a Unix socket is an error at once.
+    """
     deadline, pause = time.monotonic() + seconds, 0.01
     while True:
         left = max(deadline - time.monotonic(), 0.001)
         try:
             return wire.connect_to(address, token, rank, left)
-        except (wire.TurnedAwayError, ConnectionResetError, BrokenPipeError):
+        except (wire.TurnedAwayError, ConnectionResetError, BrokenPipeError, BlockingIOError):
             if left <= 2 * pause:
                 raise
         time.sleep(pause)
