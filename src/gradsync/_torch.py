@@ -269,9 +269,9 @@ def cat_into(flat: Tensor, tensors: list[Tensor]) -> bool:
     return True
 
 
-def holders(tensor: Tensor) -> int:
+def references_to(tensor: Tensor) -> int:
     """How many tensors have the same memory, and one more, which is asked here; 0 if torch does not count."""
-    return count_holders([storage_of(tensor)])[0]
+    return count_references([storage_of(tensor)])[0]
 
 
 def of_its_own(flat: Tensor) -> Tensor:
@@ -284,12 +284,12 @@ def of_its_own(flat: Tensor) -> Tensor:
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Names the tensor's storage for `count_holders`, as long as the tensor has it."""
+    """Names the tensor's storage for `count_references`, as long as the tensor has it."""
     named: int = tensor.untyped_storage()._cdata
     return named
 
 
-def count_holders(storages: list[int]) -> list[int]:
+def count_references(storages: list[int]) -> list[int]:
     """How many tensors have each of these storages, and perhaps one more; 0 if torch does not count."""
     count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
     return [0] * len(storages) if count is None else list(map(count, storages))
@@ -306,7 +306,7 @@ def references_as_grad() -> int:
 
 def is_alone(tensor: Tensor) -> bool:
     """Whether certainly no other tensor has the same memory (2.13: two hold it, the tensor, and what is asked here)."""
-    return 0 < holders(tensor) <= 2
+    return 0 < references_to(tensor) <= 2
 
 
 def read_all(store: Store, keys: list[str]) -> list[bytes]:

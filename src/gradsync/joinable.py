@@ -44,7 +44,7 @@ class JoinableReplica:
     @property
     def join_process_group(self) -> dist.ProcessGroup:
         """The group that the module was replicated over; all members of a context must have the same."""
-        group: dist.ProcessGroup = self._engine.group
+        group: dist.ProcessGroup = self._engine.process_group
         return group
 
     @property

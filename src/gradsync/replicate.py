@@ -82,7 +82,13 @@ class ReplicateModule(Setters, JoinableReplica, Replica, contract.ComposableModu
         engine = self._engine
         options = dataclasses.replace(engine.options, init_sync="none")
         duplicates = Engine(
-            [duplicate], engine.transport, options, engine.ignored, engine.policy, group=engine.group, copied=True
+            [duplicate],
+            engine.transport,
+            options,
+            engine.ignored,
+            engine.policy,
+            group=engine.process_group,
+            copied=True,
         )
         _attach([duplicate], duplicates)
 

@@ -148,9 +148,9 @@ def _others_over_same_ranks(engine: TrainingStep, but: Sequence[TrainingStep]) -
         others = [other for other in _all if other not in but]
     found: dict[int, list[TrainingStep]] = defaultdict(list)
     if others:
-        ranks = _torch.ranks_of(engine.group)
+        ranks = _torch.ranks_of(engine.process_group)
         for other in others:
-            if _torch.ranks_of(other.group) == ranks:
+            if _torch.ranks_of(other.process_group) == ranks:
                 found[other.reducer.lockstep.serial % COMPANIONS].append(other)
     return found
 

@@ -54,7 +54,7 @@ class Bucket:
         self.none_held: list[Tensor | None] = [None] * len(self.indices)
         self._runs = list(self._find_runs(specs))
         self._storages = self._list_storages()
-        self._holders = _torch.count_holders(self._storages)
+        self._references = _torch.count_references(self._storages)
 
     def _list_storages(self) -> list[int]:
         return [_torch.storage_of(tensor) for tensor in (self.buffer, *self._flats)]
@@ -91,11 +91,11 @@ class Bucket:
                 if counts[at] > _OURS and gradients[index] is not view:
                     view.data = view.detach().clone()
                     self.views[at] = self._view(at)
-        holders = _torch.count_holders(self._storages)
-        if all(map(le, holders, self._holders)):
+        references = _torch.count_references(self._storages)
+        if all(map(le, references, self._references)):
             return True
-        of_views = zip(holders[1:], self._holders[1:], self.views, self.indices, strict=True)
-        return holders[0] <= self._holders[0] and all(
+        of_views = zip(references[1:], self._references[1:], self.views, self.indices, strict=True)
+        return references[0] <= self._references[0] and all(
             found <= usual or gradients[index] is view for found, usual, view, index in of_views
         )
 
@@ -111,12 +111,12 @@ class Bucket:
     def _find_runs(self, specs: Sequence[Spec]) -> Iterator[tuple[int, int, Tensor]]:
         """Stretches of places that one call can fill: contiguous ones of at least one dimension, none of them large."""
         alike = [specs[p.index].is_plain and specs[p.index].nbytes < LARGE for p in self.plan.places]
-        for fits, group in groupby(range(len(alike)), key=alike.__getitem__):
-            positions = list(group)
-            first, last = self.plan.places[positions[0]], self.plan.places[positions[-1]]
-            if fits and len(positions) > 1:
+        for fits, run in groupby(range(len(alike)), key=alike.__getitem__):
+            ats = list(run)
+            first, last = self.plan.places[ats[0]], self.plan.places[ats[-1]]
+            if fits and len(ats) > 1:
                 stretch = self.data[first.offset : last.offset + last.numel]
-                yield positions[0], positions[-1] + 1, stretch.view(1, -1)
+                yield ats[0], ats[-1] + 1, stretch.view(1, -1)
 
     def fill(self, gradients: list[Tensor | None]) -> None:
         """Brings each gradient to its place, if it is not there already, and zeros where there is none."""

@@ -51,7 +51,7 @@ class Buffers:
         self._stale = False  # a round closed since the last exchange before evaluation
         self._kinds: dict[str, str] = {}
         self._read()
-        self.settle()
+        self.mark_agreed()
 
     def named(self) -> list[tuple[str, Tensor]]:
         """All buffers that are not ignored; modules replace them freely."""
@@ -76,7 +76,7 @@ class Buffers:
             self._read()
         return self._kinds is not self._agreed
 
-    def settle(self) -> None:
+    def mark_agreed(self) -> None:
         """All ranks have the same buffers as this one now."""
         self._agreed = self._kinds
         self._agreed_on = WeakSet(submodule for module in self._modules for submodule in module.modules())

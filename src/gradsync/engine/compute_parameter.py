@@ -97,7 +97,7 @@ class ComputeParameter:
 
     @property
     def grad(self) -> Tensor | None:
-        """What this rank has to bring, as a local tensor, up to the latest `collect`."""
+        """What this rank has to bring, as a local tensor, up to the latest `fold_in`."""
         return self._earlier() if self._folds else self._accumulated
 
     @grad.setter
@@ -112,7 +112,7 @@ class ComputeParameter:
             earlier = self._earlier()
             self._give(exact if earlier is None else earlier.add_(exact))
 
-    def collect(self) -> None:
+    def fold_in(self) -> None:
         """Takes what backward has left on the compute parameter since the last time."""
         fresh = self._take_fresh()
         if not self._folds:
@@ -139,7 +139,7 @@ class ComputeParameter:
         """Puts what was delivered, or collected, into `.grad` of what computes, for whoever adds to it or scales it."""
         if not self._folds or self.compute.grad is not None or self.compute.dtype is not self.registered.dtype:
             return
-        self.collect()
+        self.fold_in()
         gradient = self.grad
         if gradient is not None:
             self.compute.grad = _torch.in_form_of(self.compute, gradient.clone())
@@ -293,7 +293,7 @@ class ComputeParameters:
         for compute_parameter in self._compute_parameters:
             compute_parameter.give_back_to_compute()
 
-    def collect(self) -> None:
+    def fold_in(self) -> None:
         """After a backward without synchronization: gradients go where `zero_grad` finds them."""
         for compute_parameter in self._compute_parameters:
-            compute_parameter.collect()
+            compute_parameter.fold_in()

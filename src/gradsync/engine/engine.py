@@ -230,7 +230,7 @@ class Engine(TrainingStep):
         self.join(None)
         self.reducer.move_to(transport)
         self._listen()
-        self.group, self.transport = group, transport
+        self.process_group, self.transport = group, transport
         self.buffers.move_to(transport)
         self._compare(anew=True)
         self.statistics.moved_to(transport.name, transport.reason)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from gradsync.engine.bucket import Bucket
-from gradsync.engine.in_flight import NOT_SENT, Collected, InFlight
+from gradsync.engine.in_flight import NOT_SENT, InFlight, Taken
 from gradsync.engine.lockstep import Identity, Kind, Lockstep
 from gradsync.engine.parameter_group import ParameterGroup
 from gradsync.engine.reduce_config import Scaling
@@ -73,12 +73,12 @@ class Flights:
         """Leaves out idle buckets whose turn it is."""
         while (number := len(self.launched)) in self._group.idle:
             bucket = self._group.buckets[number]
-            self.launched.append(InFlight(bucket, NOT_SENT, Collected.nothing(bucket)))
+            self.launched.append(InFlight(bucket, NOT_SENT, Taken.nothing(bucket)))
 
     def send(
         self,
         number: int,
-        collected: Collected,
+        taken: Taken,
         scaling: Scaling,
         label: Label,
         *,
@@ -91,14 +91,14 @@ class Flights:
         """
         bucket = self._group.buckets[number]
         if self._hook is not None:
-            bucket.fill(collected.gradients)
-            bucket.split_unused(collected.gradients, collected.used, scaling)
+            bucket.fill(taken.gradients)
+            bucket.split_unused(taken.gradients, taken.used, scaling)
             work = self._run_hook(self._hook, bucket, number, scaling, label)
         else:
             transport = self._group.transport
-            work = bucket.send(collected.gradients, collected.used, scaling, transport, label, see_all)
+            work = bucket.send(taken.gradients, taken.used, scaling, transport, label, see_all)
         kept = self._kept.pop(number, None)
-        self.launched.append(InFlight(bucket, work, collected, kept, second_order))
+        self.launched.append(InFlight(bucket, work, taken, kept, second_order))
         self._lockstep.count_launch()
 
     def send_nothing(self, identity: Identity, kind: Kind, scaling: Scaling, most: int | None = None) -> None:
@@ -115,7 +115,7 @@ class Flights:
                 work = self._run_hook(self._hook, bucket, number, scaling, label, ignore_hook=True)
             else:
                 work = bucket.send_nothing(scaling, transport, label)
-            self.launched.append(InFlight(bucket, work, Collected.nothing(bucket)))
+            self.launched.append(InFlight(bucket, work, Taken.nothing(bucket)))
             self._lockstep.count_launch()
             most = None if most is None else most - 1
             if most != 0:

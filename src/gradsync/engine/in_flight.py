@@ -1,4 +1,4 @@
-"""One bucket on its way: gradients collected from the parameters, and given back when they are reduced.
+"""One bucket on its way: gradients taken from the parameters, and given back when they are reduced.
 
 While a bucket is under way its parameters' `.grad` is None: nothing can write into memory that is being reduced.
 """
@@ -20,7 +20,7 @@ from gradsync.transport.base import Done, Work
 NOT_SENT = Done()  # the work of a bucket that was left out
 
 
-class Collected(NamedTuple):
+class Taken(NamedTuple):
     """What this rank brings to a bucket, by the positions in it."""
 
     gradients: list[Tensor | None]
@@ -30,7 +30,7 @@ class Collected(NamedTuple):
     user_owned: Set[int] = frozenset()  # where `held` is a tensor of the user's, to be filled
 
     @classmethod
-    def nothing(cls, bucket: Bucket) -> Collected:
+    def nothing(cls, bucket: Bucket) -> Taken:
         return cls(bucket.none_held, [False] * len(bucket.indices), bucket.none_held)
 
 
@@ -39,7 +39,7 @@ class InFlight(NamedTuple):
 
     bucket: Bucket
     work: Work
-    collected: Collected
+    taken: Taken
     saved: Tensor | None = None  # what the bucket has to hold again afterwards
     second_order: bool = False  # somebody may want to differentiate the result
 
@@ -51,13 +51,13 @@ class InFlight(NamedTuple):
     @property
     def is_plain(self) -> bool:
         """Whether all it delivers are views of the bucket."""
-        delivers_views = self.saved is None and not self.collected.user_owned and not self.second_order
+        delivers_views = self.saved is None and not self.taken.user_owned and not self.second_order
         return delivers_views and self.bucket.result(self.work) is None
 
 
-def collect(
+def take_gradients(
     bucket: Bucket, holders: Sequence[HasGrad], dirty: Set[int], user_owned: Set[int], lets_go: bool
-) -> Collected:
+) -> Taken:
     """Takes the gradients of a bucket from its parameters.
 
     A dirty parameter brings its gradient. A clean one brings the `.grad` it has, which an earlier round left and which
@@ -80,7 +80,7 @@ def collect(
         held = [one.clone() if at in unused and one is not None else one for at, one in enumerate(held)]
     if owned:
         held = [gradients[at] if at in owned else one for at, one in enumerate(held)]
-    return Collected(gradients, used, held, unused, owned)
+    return Taken(gradients, used, held, unused, owned)
 
 
 def deliver(
@@ -94,7 +94,7 @@ def deliver(
 
     `see_reduced` looks at the bucket's gradients before that.
     """
-    bucket, (_, used, all_held, unused, user_owned) = flight.bucket, flight.collected
+    bucket, (_, used, all_held, unused, user_owned) = flight.bucket, flight.taken
     result = bucket.result(flight.work)
     if not scaling.hooked:
         divide(bucket, bucket.data if result is None else result, scaling)

@@ -211,17 +211,17 @@ class Lockstep:
         return self._state.describe()
 
     def compare_start(
-        self, identity: Identity, weight: int, position: int, others: Sequence[Lockstep], transport: Transport
+        self, identity: Identity, weight: int, opened_as: int, others: Sequence[Lockstep], transport: Transport
     ) -> list[int]:
         """In the first round, or the first with other parameters: the ranks compare what they have set.
 
-        `position`: how many rounds of other modules this backward had opened before; `others`: of modules with a round
+        `opened_as`: how many rounds of other modules this backward had opened before; `others`: of modules with a round
         in this backward. Gives every rank's weight.
         """
         described = self.describe()
         twins = any(other.describe() == described for other in others)
         transport.check_rendezvous()
-        mine = [weight, digest(f"{self.settings}\n{described}"), self.serial, position, int(twins)]
+        mine = [weight, digest(f"{self.settings}\n{described}"), self.serial, opened_as, int(twins)]
         try:
             rows = transport.gather(mine)
         except RuntimeError:
@@ -231,7 +231,7 @@ class Lockstep:
             raise self.mismatch(identity, Kind.CHANGE, transport, described)
         if len({row[3] for row in rows if row[4]}) > 1 and not self._begun_alike:
             raise crossed(transport.rank, self.name, [row[3] for row in rows])
-        self._state.settle()
+        self._state.mark_agreed()
         self.serial = rows[0][2]
         return [row[0] for row in rows]
 

@@ -76,12 +76,12 @@ class ManagedParameters:
         self._over_mesh = self._policy.takes_mesh(())
         self.compute_parameters = ComputeParameters()
         self._read()
-        self.settle()
+        self.mark_agreed()
 
-    def settle(self) -> None:
+    def mark_agreed(self) -> None:
         """All ranks have the same as this one now."""
         self._agreed, self._agreed_rows = self.entries, self._rows
-        self.unsettled = False
+        self.is_disputed = False
         """Something was changed of which the other ranks have not said that they changed it too."""
 
     def _read(self) -> None:
@@ -160,7 +160,7 @@ class ManagedParameters:
         `doubt`: some did not arrive as they used to, as if others were in their place.
         """
         return (
-            self.unsettled
+            self.is_disputed
             or self._compared() != self._rows
             or self._structure.look_for_changes(doubt)
             # While compute parameters are in the place of registered ones there is nothing to compare.
@@ -180,7 +180,7 @@ class ManagedParameters:
         elif self.compute_parameters.computing or not self._moved():
             return False
         self._read()
-        self.unsettled = True
+        self.is_disputed = True
         return True
 
     def _moved(self) -> bool:
@@ -191,7 +191,7 @@ class ManagedParameters:
 
     def new_names(self) -> list[str]:
         """Names under which the ranks have agreed on nothing yet."""
-        if not self.unsettled:
+        if not self.is_disputed:
             return []
         known = {entry.name for entry in self._agreed}
         return [entry.name for entry in self.entries if entry.name not in known]
@@ -202,8 +202,8 @@ class ManagedParameters:
         self._read()
         if computing:
             self.compute_parameters.to_compute()
-        self.unsettled = _signature(self.entries, self._rows) != _signature(self._agreed, self._agreed_rows)
-        return self.unsettled
+        self.is_disputed = _signature(self.entries, self._rows) != _signature(self._agreed, self._agreed_rows)
+        return self.is_disputed
 
 
 def _signature(entries: Sequence[Entry], rows: Sequence[Sequence[object]]) -> list[tuple[object, ...]]:

@@ -34,12 +34,12 @@ class ModuleState:
 
     def describe(self) -> str:
         """A text that is equal on two ranks if they manage the same parameters and have the same buffers."""
-        return f"{self._managed.describe()}\n{self._buffers.describe(with_values=self._managed.unsettled)}"
+        return f"{self._managed.describe()}\n{self._buffers.describe(with_values=self._managed.is_disputed)}"
 
-    def settle(self) -> None:
+    def mark_agreed(self) -> None:
         """All ranks have described the same."""
-        self._managed.settle()
-        self._buffers.settle()
+        self._managed.mark_agreed()
+        self._buffers.mark_agreed()
 
 
 # Options that ranks may set differently: what is sent and what becomes of it is the same.

@@ -112,7 +112,7 @@ class Gradients:
             if used[at] and not isinstance(holder, ComputeParameter) and (gradient := holder.grad) is not None:
                 self._given[index] = weakref.ref(gradient)
                 self._user_owned.discard(index)
-                if at in flight.collected.user_owned:
+                if at in flight.taken.user_owned:
                     self._user_owned.add(index)
 
     def gave(self, index: int, number: int) -> None:

@@ -71,13 +71,13 @@ class ParameterGroup:
     def name(self, index: int) -> str:
         return self.specs[index].name
 
-    def collect(self, indices: Iterable[int] | None = None) -> None:
+    def fold_in(self, indices: Iterable[int] | None = None) -> None:
         """Gradients that backward has left on compute parameters, all or these, go where their holders show them."""
         if self.hidden:
             for index in range(len(self.holders)) if indices is None else indices:
                 holder = self.holders[index]
                 if isinstance(holder, ComputeParameter):
-                    holder.collect()
+                    holder.fold_in()
 
     def gradient_arrived(self, leaf: Tensor) -> int:
         """Autograd has accumulated into it, and it is dirty; -1 if it is none of these."""
@@ -199,7 +199,7 @@ class ParameterGroup:
             or id(one.parameter) not in managed_before
             or (one.leaf is not one.parameter and one.leaf.grad is not None)
         ]
-        self.collect(unseen)
+        self.fold_in(unseen)
         self.dirty.update(index for index in unseen if self.holders[index].grad is not None)
 
 

@@ -125,7 +125,7 @@ def make_plan(specs: Sequence[Spec], order: Sequence[int], caps: Sequence[int], 
     if not closed:  # the last bucket carries what concerns the whole round, so there is always one
         return Plan((BucketPlan(torch.float32, _device(specs), ()),), _sparse(specs), len(specs))
     # A bucket can leave when its last gradient has arrived, so that decides the order.
-    arrival = {index: position for position, index in enumerate(order)}
+    arrival = {index: rank_in_order for rank_in_order, index in enumerate(order)}
     closed.sort(key=lambda bucket: arrival[bucket[-1]])
     return Plan(
         buckets=tuple(_place(bucket, specs, bucket[0] in by_rows) for bucket in closed),

@@ -91,7 +91,7 @@ class Reducer:
         follows: bool = False,
         second_order: bool = False,
         gradients: Sequence[HasGrad] | None = None,
-        position: int = 0,
+        opened_as: int = 0,
     ) -> Round:
         """Opens the next round, with what is set now; the arguments are those of `Round`."""
         self.check_process()
@@ -109,7 +109,7 @@ class Reducer:
                 follows=follows,
                 second_order=second_order,
                 gradients=gradients,
-                position=position,
+                opened_as=opened_as,
             )
         return self.round
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from gradsync import _torch
 from gradsync.engine.bucket import Bucket
 from gradsync.engine.flights import Flights
-from gradsync.engine.in_flight import Collected, InFlight, collect, deliver, total_weight
+from gradsync.engine.in_flight import InFlight, Taken, deliver, take_gradients, total_weight
 from gradsync.engine.late_gradients import carry_late
 from gradsync.engine.lockstep import IDENTITY, SAME_BUCKET, Kind, Lockstep
 from gradsync.engine.managed_parameters import HasGrad
@@ -65,12 +65,12 @@ class Round:
         follows: bool = False,
         second_order: bool = False,
         gradients: Sequence[HasGrad] | None = None,
-        position: int = 0,
+        opened_as: int = 0,
     ) -> None:
-        """`earlier`: rounds that have closed before; `follows`: on a rank
-        without data, which takes part in a round of the others; `second_order`: opened by a backward with
-        `create_graph=True`; `gradients`: what to reduce, one for each parameter, instead of `.grad`; `position`: how
-        many rounds of other modules the same backward had opened before.
+        """`earlier`: rounds that have closed before; `follows`: on a rank without data, which takes part in a round of
+        the others; `second_order`: opened by a backward with `create_graph=True`; `gradients`: what to reduce, one for
+        each parameter, instead of `.grad`; `opened_as`: how many rounds of other modules the same backward had opened
+        before.
         """
         self._group, self._lockstep, self._config, self._comparison = group, lockstep, config, comparison
         self.scaling = config.scaling
@@ -81,7 +81,7 @@ class Round:
         self.thread = threading.get_ident()
         self.unit_after = self.scaling.unit
         """In which weights are measured in the next round."""
-        self._earlier, self._second_order, self._position = earlier, second_order, position
+        self._earlier, self._second_order, self._opened_as = earlier, second_order, opened_as
         self._drifted = False  # replicas differ, and are to be repaired
         self._fingerprint = None if comparison is None or follows else comparison.of_round(self.identity.number)
 
@@ -185,27 +185,29 @@ class Round:
         last = number == len(group.buckets) - 1
         self._progress = group.transport.progress
         if not self._detached:
-            group.collect(bucket.indices)
+            group.fold_in(bucket.indices)
         # A gradient that the view replaces is let go at once: memory for one set is enough. So is one of weight 0: if
         # no other rank has one, `.grad` becomes None.
-        collected = collect(bucket, self._holders, self._dirty, self._user_owned, group.as_view or not scaling.weight)
-        for index, gradient in zip(bucket.indices, collected.gradients, strict=True) if self._finite else ():
+        taken = take_gradients(
+            bucket, self._holders, self._dirty, self._user_owned, group.as_view or not scaling.weight
+        )
+        for index, gradient in zip(bucket.indices, taken.gradients, strict=True) if self._finite else ():
             self._check_brought(index, gradient)
-        bucket.write_tail(collected.used, flags)
+        bucket.write_tail(taken.used, flags)
         values = self._fingerprint.value() if last and self._fingerprint is not None else None
         label = self.identity.label(Kind.ROUND, number, values)
         try:
             see_all = config.see_reduced is not None
-            self.flights.send(number, collected, scaling, label, second_order=self._second_order, see_all=see_all)
+            self.flights.send(number, taken, scaling, label, second_order=self._second_order, see_all=see_all)
         except BaseException:
-            self._give_back(bucket, collected)
+            self._give_back(bucket, taken)
             raise
         self._record.bucket_launched(overlaps)
 
-    def _give_back(self, bucket: Bucket, collected: Collected) -> None:
+    def _give_back(self, bucket: Bucket, taken: Taken) -> None:
         """It could not leave. What lies in the bucket itself, a communication hook may have changed: that is lost."""
         for at, index in enumerate(bucket.indices):
-            gradient, held = collected.gradients[at], collected.held[at]
+            gradient, held = taken.gradients[at], taken.held[at]
             if gradient is None or gradient is not bucket.views[at] or self._config.comm_hook is None:
                 self._holders[index].grad = gradient
             elif held is not None and held is not gradient:
@@ -234,7 +236,7 @@ class Round:
         """
         group = self._group
         if not self._detached:
-            group.collect()
+            group.fold_in()
         if group.plan is None:
             self._make_plan(others)
         assert group.plan is not None
@@ -261,7 +263,7 @@ class Round:
         """The ranks compare what they have, and take rank 0's order of arrival for everybody's."""
         group, lockstep = self._group, self._lockstep
         weight = self.scaling.weight_as_integer()
-        weights = lockstep.compare_start(self.identity, weight, self._position, others, group.transport)
+        weights = lockstep.compare_start(self.identity, weight, self._opened_as, others, group.transport)
         self.identity = self.identity._replace(module=lockstep.serial)
         by_rows = self._config.comm_hook is None  # a hook wants to see the whole
         group.make_plan(self.order, [holder.grad for holder in self._holders], self._config.options, by_rows)
@@ -520,7 +522,7 @@ class Round:
     def _restore(self) -> None:
         """Gives back what was in `.grad` before; of what this backward had added to, nothing is left."""
         for flight in () if self._detached else self.flights.launched:
-            bucket, (_, used, held, in_bucket, _) = flight.bucket, flight.collected
+            bucket, (_, used, held, in_bucket, _) = flight.bucket, flight.taken
             for at, index in enumerate(bucket.indices):
                 if (earlier := held[at]) is not None:
                     self._holders[index].grad = bucket.views[at].copy_(earlier) if at in in_bucket else earlier

@@ -65,7 +65,7 @@ class TrainingStep:
         is_wrapped: bool,
     ) -> None:
         """`group`, `input_device`, `left_alone`, `is_wrapped`: see `Engine`."""
-        self.group = group
+        self.process_group = group
         self.modules, self.module = list(modules), modules[0]
         self.transport, self.policy = transport, policy
         self.managed, self.buffers, self.reducer = managed, buffers, reducer
@@ -210,8 +210,8 @@ class TrainingStep:
                     self._not_a_round = backward
                 return None
             reducer.group.gradients.check_first_order()
-            position = len(backward_rounds.opened_in(backward))
-            reducer.open_round(second_order=torch.is_grad_enabled(), position=position)  # in a backward: for a graph
+            opened_as = len(backward_rounds.opened_in(backward))
+            reducer.open_round(second_order=torch.is_grad_enabled(), opened_as=opened_as)  # in a backward: for a graph
             backward_rounds.opened(self)
         self._backward.enter()
         return reducer.round
@@ -298,7 +298,7 @@ class TrainingStep:
             self._manage()
             self._compare()
         elif changes.described:
-            self.buffers.settle()
+            self.buffers.mark_agreed()
         self._listen()
 
     def gradient_comes(self, identity: int) -> None:
@@ -337,7 +337,7 @@ class TrainingStep:
         """After a backward; compute parameters hand over what they were given."""
         self._backward.forget()
         if not self.reducer.split:  # else second halves follow, which look for them
-            self.managed.compute_parameters.collect()
+            self.managed.compute_parameters.fold_in()
             self.managed.compute_parameters.end_backward()
 
     def end_round(self) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def synchronize_now(step: TrainingStep) -> None:
     """Carries what backwards without synchronization have left, and what was put into `.grad` by hand."""
     reducer, group = step.reducer, step.reducer.group
-    group.collect()
+    group.fold_in()
     # A mean of what is the same everywhere is the same: so all may go, also what was written into a `.grad` of ours.
     every = range(len(group.parameters))
     is_mean = reducer.config.scaling.multiplicity == 1
