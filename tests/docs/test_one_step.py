@@ -29,7 +29,7 @@ def trace(transport: str, over_mesh: bool) -> list[str]:
     torch.manual_seed(0)
     layers = nn.Sequential(*(nn.Linear(32, 32) for _ in range(6)))
     where: dict[str, Any] = {"mesh": init_device_mesh("cpu", (dist.get_world_size(),))} if over_mesh else {}
-    module: Any = gradsync.replicate(layers, bucket_cap_mb=0.01, transport=transport, **where)
+    module: Any = gradsync.replicate(layers, bucket_cap_mb=0.008, transport=transport, **where)
     called: dict[str, None] = {}
 
     def note(frame: FrameType, event: str, _: object) -> None:
