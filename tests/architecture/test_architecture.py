@@ -35,6 +35,7 @@ MAY_IMPORT = {
     "ddp_private": {"engine", "ddp_logging", "groups", "transport", "ddp"},  # the last for annotations only
     "ddp_logging": {"engine", "ddp"},
     "ddp": {"engine", "contract", "groups", "joinable", "replica", "transport", "ddp_private"},
+    "dropin": {"contract", "ddp", "groups", "replica", "replicate"},
     "cli": {"gradsync"},
     "__init__": {"ddp", "replica", "replicate", "guard", "observe", "errors", "options", "_version"},
 }
@@ -52,6 +53,7 @@ PUBLIC = {
     "allow_unsynchronized_steps",
     "checkpoint",
     "contract",
+    "dropin",
     "errors",
     "fingerprint",
     "overlap_optimizer",
