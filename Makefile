@@ -10,7 +10,7 @@ BIN  := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench conformance docs clean
+.PHONY: help demo test check bench conformance frameworks docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -37,6 +37,9 @@ bench: $(VENV)/.bench ## speed, bandwidth, memory and the engine's own cost, aga
 conformance: $(VENV)/.test ## torch's own DistributedDataParallel tests against ours
 	$(BIN)/python tests/conformance/check.py
 
+frameworks: $(VENV)/.frameworks ## Accelerate, Lightning, transformers and Ignite, unchanged, on our engine (about 1 min)
+	$(BIN)/pytest tests/frameworks
+
 docs: $(VENV)/.test ## run the code in README.md and docs/
 	$(BIN)/pytest tests/docs
 
@@ -58,6 +61,12 @@ $(VENV)/.demo: $(VENV)/.torch pyproject.toml
 $(VENV)/.test: $(VENV)/.torch pyproject.toml
 	$(BIN)/pip install --quiet -e '.[cli,dev]'
 	@touch $@ $(VENV)/.demo
+
+# With the torch that is there: a framework that asks for another one is refused.
+$(VENV)/.frameworks: $(VENV)/.test
+	$(BIN)/pip freeze | { grep '^torch==' || true; } > $(VENV)/torch.txt
+	$(BIN)/pip install --quiet -e '.[cli,dev,frameworks]' --constraint $(VENV)/torch.txt
+	@touch $@
 
 # MPI is a rival, not a need: where there is no wheel of it, the benchmark shows it as absent.
 $(VENV)/.bench: $(VENV)/.demo
