@@ -3,6 +3,8 @@ PYTHON ?= python3
 # The torch that is tested. Another build: make demo TORCH="torch==2.13.0 --index-url ..."
 TORCH  ?= torch==2.13.0
 RANKS  ?= 2
+# Test processes at a time, each with ranks of its own: many tests wait for a time limit to pass.
+TESTERS ?= 2
 OUT    ?= demo-out
 
 VENV := .venv
@@ -10,7 +12,7 @@ BIN  := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench conformance docs clean
+.PHONY: help demo test check bench conformance frameworks docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -19,7 +21,7 @@ demo: $(VENV)/.demo ## train a small GPT with 2 ranks on this machine (about 90 
 	$(BIN)/gradsync demo --ranks $(RANKS) --out $(OUT)
 
 test: $(VENV)/.test check ## ruff, mypy and all tests
-	$(BIN)/pytest
+	$(BIN)/pytest -n $(TESTERS) --dist loadfile
 
 check: $(VENV)/.test ## ruff and mypy only
 	$(BIN)/ruff check .
@@ -36,6 +38,9 @@ bench: $(VENV)/.bench ## speed, bandwidth, memory and the engine's own cost, aga
 
 conformance: $(VENV)/.test ## torch's own DistributedDataParallel tests against ours
 	$(BIN)/python tests/conformance/check.py
+
+frameworks: $(VENV)/.frameworks ## Accelerate, Lightning, transformers and Ignite, unchanged, on our engine (about 1 min)
+	$(BIN)/pytest tests/frameworks
 
 docs: $(VENV)/.test ## run the code in README.md and docs/
 	$(BIN)/pytest tests/docs
@@ -58,6 +63,12 @@ $(VENV)/.demo: $(VENV)/.torch pyproject.toml
 $(VENV)/.test: $(VENV)/.torch pyproject.toml
 	$(BIN)/pip install --quiet -e '.[cli,dev]'
 	@touch $@ $(VENV)/.demo
+
+# With the torch that is there: a framework that asks for another one is refused.
+$(VENV)/.frameworks: $(VENV)/.test
+	$(BIN)/pip freeze | { grep '^torch==' || true; } > $(VENV)/torch.txt
+	$(BIN)/pip install --quiet -e '.[cli,dev,frameworks]' --constraint $(VENV)/torch.txt
+	@touch $@
 
 # MPI is a rival, not a need: where there is no wheel of it, the benchmark shows it as absent.
 $(VENV)/.bench: $(VENV)/.demo

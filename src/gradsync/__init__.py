@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from gradsync import contract, errors, tensor_parallel
+from gradsync import contract, dropin, errors, tensor_parallel
 from gradsync._version import __version__
 from gradsync.checkpoint import checkpoint
 from gradsync.ddp import DistributedDataParallel
@@ -40,6 +40,7 @@ __all__ = [
     "allow_unsynchronized_steps",
     "checkpoint",
     "contract",
+    "dropin",
     "errors",
     "fingerprint",
     "overlap_optimizer",

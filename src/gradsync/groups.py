@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from gradsync import arguments, restarts
+from gradsync import arguments, launchers, restarts
 from gradsync.errors import InvalidOptionError, NoProcessGroupError
 
-# What `init_process_group` needs of the environment; torchrun sets all of them.
-ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_log = logging.getLogger("gradsync")
 
 
 def resolve_group(group: dist.ProcessGroup | None, device_type: str) -> dist.ProcessGroup:
@@ -32,25 +33,49 @@ def resolve_group(group: dist.ProcessGroup | None, device_type: str) -> dist.Pro
     if not dist.is_available():
         raise NoProcessGroupError("this build of torch has no torch.distributed; install one that has.")
     if not dist.is_initialized():
-        missing = [name for name in ENVIRONMENT if name not in os.environ]
-        if missing:
-            raise NoProcessGroupError(
-                "Default process group has not been initialized, and the environment describes none "
-                f"({', '.join(missing)} not set). Start the script with `torchrun --nproc-per-node=N script.py`, "
-                "or call torch.distributed.init_process_group(...) first."
-            )
-        # gloo always, for the small things on the CPU; the device's own backend for its tensors.
-        backend = "gloo" if device_type == "cpu" else f"cpu:gloo,{device_type}:{_backend_for(device_type)}"
-        if restarts.prefix():
-            store = restarts.apart(restarts.store_of_the_agent())
-            rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-            dist.init_process_group(backend, store=store, rank=rank, world_size=size)
-        else:
-            dist.init_process_group(backend)
-        _end_at_exit()
+        _make_default(device_type)
     default = dist.group.WORLD
     assert default is not None
+    if device_type == "cpu":
+        _tell_of_threads(default)
     return default
+
+
+def _make_default(device_type: str) -> None:
+    """As the environment describes it."""
+    world = launchers.describe(os.environ)
+    # gloo always, for the small things on the CPU; the device's own backend for its tensors.
+    backend = "gloo" if device_type == "cpu" else f"cpu:gloo,{device_type}:{_backend_for(device_type)}"
+    if world is not None and world.size == 1:
+        _log.warning(
+            "no launcher has started this process, or it has started only one: training in a world of one. "
+            "For N ranks on this machine: gradsync run --ranks N script.py"
+        )
+        alone = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=alone, rank=0, world_size=1)
+    elif world is not None:
+        host = f"[{world.host}]" if ":" in world.host else world.host
+        where = f"tcp://{host}:{world.port}"
+        dist.init_process_group(backend, init_method=where, rank=world.rank, world_size=world.size)
+    elif restarts.prefix():
+        store = restarts.apart(restarts.store_of_the_agent())
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+    else:
+        dist.init_process_group(backend)
+    _end_at_exit()
+
+
+_told_of_threads = False
+
+
+def _tell_of_threads(group: dist.ProcessGroup) -> None:
+    """Once a process, by rank 0: the others would say the same."""
+    global _told_of_threads
+    if not _told_of_threads and group.rank() == 0:
+        _told_of_threads = True
+        if said := launchers.too_many_threads(os.environ, group.size(), torch.get_num_threads()):
+            _log.warning("%s", said)
 
 
 at_exit: Callable[[], None] | None = None

@@ -10,6 +10,11 @@ NEEDED = ("typer", "rich", "matplotlib")
 
 def main() -> None:
     """Entry point of `gradsync` and of `python -m gradsync.cli`."""
+    if sys.argv[1:2] == ["run"]:  # its options are torchrun's, and it needs torch alone
+        from gradsync import run
+
+        run.main(sys.argv[2:], prog="gradsync run")
+        return
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         sys.exit(f"gradsync: the command line needs {', '.join(missing)}: pip install 'gradsync[cli]'")

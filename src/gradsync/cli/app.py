@@ -19,6 +19,15 @@ app.command()(demo)
 app.command()(chaos)
 
 
+# Read by `gradsync.cli.main` itself; here for the list of commands.
+@app.command(context_settings={"ignore_unknown_options": True, "help_option_names": []})
+def run(arguments: list[str] = typer.Argument(None)) -> None:
+    """Train an unchanged script on gradsync's engine: torchrun, with torch's data parallelism replaced."""
+    from gradsync import run as launcher
+
+    launcher.main(arguments or [], prog="gradsync run")
+
+
 def _version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"gradsync {__version__}")

@@ -1,0 +1,202 @@
+"""`gradsync run` and `python -m gradsync.run`: torchrun, and an unchanged script trains on our engine.
+
+The process that is started reads the options, which are torchrun's and a few more, and lets torchrun start the ranks.
+Each rank calls `as_rank`: it puts gradsync in the place of torch's own (see `dropin.py`), and becomes what it would be
+if Python had been started with the script itself. Needs torch alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import builtins
+import importlib.machinery
+import io
+import os
+import pkgutil
+import runpy
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import Any, NoReturn
+
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing.errors import record
+
+EPILOG = """\
+examples:
+  gradsync run --ranks 2 train.py --epochs 3
+  gradsync run --ranks 2 -m package.train --epochs 3
+  gradsync run --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint host:29500 train.py
+
+Every option of torchrun works as it does there; options after the script are the script's own.
+In each rank torch.nn.parallel.DistributedDataParallel and both replicate() of torch.distributed._composable
+are gradsync's before the script begins; gradsync.dropin.install() does the same in code."""
+
+# Run by `python -c` in each rank. Python has put the current folder first, from which nothing may be imported: with a
+# script, its folder stands there, which `as_rank` sees to.
+BOOT = """\
+import sys
+if not getattr(sys.flags, "safe_path", False): del sys.path[0]
+from gradsync.run import as_rank
+as_rank(sys.argv[1:])
+"""
+# What a rank is told of its program. Before the program's name all words begin with a dash: torchrun calls the run by
+# the first that does not.
+MODULE, SCRIPT = "--as-module", "--as-script"
+
+
+class _Parser(argparse.ArgumentParser):
+    """torchrun's, with one line for what is wrong."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}. See {self.prog} --help\n")
+
+
+def parser(prog: str) -> argparse.ArgumentParser:
+    made = _Parser(
+        prog=prog,
+        description="Train an unchanged script on gradsync's engine: torchrun with torch's data parallelism replaced.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        parents=[torchrun.get_args_parser()],
+        add_help=False,  # torchrun's parser has it
+        usage=f"{prog} [--ranks N] [torchrun's options] script.py [the script's options]",
+    )
+    made.add_argument("--ranks", type=int, metavar="N", help="Ranks on this machine: --standalone --nproc-per-node N.")
+    return made
+
+
+def main(arguments: Sequence[str] | None = None, prog: str = "python -m gradsync.run") -> None:
+    """Entry point of both. Ends the process if something is wrong, as torchrun does."""
+    reader = parser(prog)
+    options = reader.parse_args(arguments)
+    wrong = _wrong_with_ranks(options) or _wrong_with_program(options)
+    if wrong:
+        reader.error(wrong)
+    try:
+        _run(_for_torchrun(options))
+    except (ValueError, AssertionError) as error:  # of torchrun's, for options that don't go together
+        reader.error(str(error).strip().splitlines()[0])
+
+
+def _for_torchrun(options: argparse.Namespace) -> argparse.Namespace:
+    """The same in torchrun's words; the command is one that lets a rank begin with us."""
+    kind = MODULE if options.module else SCRIPT
+    changed: dict[str, Any] = {
+        "training_script": os.environ.get("PYTHON_EXEC", sys.executable),
+        "training_script_args": ["-u", f"-c{BOOT}", kind, options.training_script, *options.training_script_args],
+        "no_python": True,  # of its own, that is
+        "module": False,
+        "run_path": False,
+    }
+    if options.ranks is not None:
+        changed |= {"nproc_per_node": str(options.ranks), "standalone": True}
+    return argparse.Namespace(**{**vars(options), **changed})
+
+
+@record
+def _run(options: argparse.Namespace) -> None:
+    torchrun.run(options)
+
+
+def _wrong_with_ranks(options: argparse.Namespace) -> str:
+    if options.ranks is None:
+        return ""
+    if options.ranks < 1:
+        return f"--ranks must be 1 or more, but is {options.ranks}"
+    defaults = torchrun.get_args_parser()
+    for name in ("nnodes", "nproc_per_node", "rdzv_endpoint"):
+        if getattr(options, name) != defaults.get_default(name):
+            return f"--ranks is for this machine alone; leave out --{name.replace('_', '-')}, or --ranks"
+    return ""
+
+
+def _wrong_with_program(options: argparse.Namespace) -> str:
+    """What torchrun would find out in each rank, after they were started."""
+    program = options.training_script
+    if options.no_python:
+        return "--no-python starts a command in which nothing can be replaced; give a Python script, or -m and a module"
+    if options.module:
+        package = program.partition(".")[0]
+        if importlib.machinery.PathFinder.find_spec(package, ["", *sys.path]) is None:
+            return f"there is no module named {package}"
+    elif not Path(program).exists():
+        return f"can't open {program}: there is no such file"
+    return ""
+
+
+# --- in a rank --------------------------------------------------------------------------------------------
+
+# What Python itself calls for `-m`, and for folders, in the main module that there is (3.10 to 3.13).
+_run_as_main: Callable[..., Any] = vars(runpy)["_run_module_as_main"]
+
+
+def as_rank(arguments: list[str]) -> None:
+    """Runs the program as Python would: `[kind, script or module, its arguments...]`."""
+    kind, program, *rest = arguments
+    from gradsync import dropin
+
+    done = dropin.install()
+    if os.environ.get("RANK", "0") == "0":
+        sys.stderr.write(f"gradsync run: {done}\n")
+    sys.argv[:] = [program, *rest]
+    try:
+        _as_module(program) if kind == MODULE else _as_script(program)
+    except BaseException:
+        _show_without_us()
+        raise
+
+
+def _as_module(name: str) -> None:
+    if not _safe_path():
+        sys.path.insert(0, str(Path.cwd()))
+    _clear_main()
+    _run_as_main(name)
+
+
+def _as_script(name: str) -> None:
+    path = Path(name)
+    if pkgutil.get_importer(name) is not None:  # a folder or an archive, with a __main__.py in it
+        sys.path.insert(0, os.path.abspath(name))  # noqa: PTH100
+        _clear_main()
+        _run_as_main("__main__", False)
+        return
+    if not _safe_path():
+        sys.path.insert(0, str(path.resolve().parent))
+    file = os.path.abspath(name)  # noqa: PTH100  # as Python does: symbolic links stay
+    main = _clear_main()
+    loader = importlib.machinery.SourceFileLoader("__main__", file)
+    vars(main).update(__file__=file, __loader__=loader, __cached__=None)
+    with io.open_code(file) as source:
+        code = compile(source.read(), file, "exec", dont_inherit=True)
+    exec(code, vars(main))
+
+
+def _safe_path() -> bool:
+    return bool(getattr(sys.flags, "safe_path", False))
+
+
+def _clear_main() -> ModuleType:
+    """The main module as Python makes it: what `BOOT` has imported is not there."""
+    main = sys.modules["__main__"]
+    vars(main).clear()
+    names: dict[str, Any] = dict.fromkeys(("__doc__", "__package__", "__loader__", "__spec__"))
+    vars(main).update(__name__="__main__", **names, __annotations__={}, __builtins__=builtins)
+    return main
+
+
+def _show_without_us() -> None:
+    """The traceback, should Python show one, begins in the script."""
+    show = sys.excepthook
+
+    def shorter(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, "<string>"):
+            trace = trace.tb_next
+        show(kind, error.with_traceback(trace), trace)
+
+    vars(sys)["excepthook"] = shorter
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Real frameworks, unchanged, on our engine: `make frameworks`. Not part of `make test`, which stays light."""
