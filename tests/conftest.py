@@ -3,6 +3,8 @@
 import faulthandler
 import os
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,6 +27,13 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_unconfigure(config: pytest.Config) -> None:
     """Close what `pytest_configure` opened."""
     os.close(config.stash[_uncaptured_stderr])
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Where `FAILED_TESTS` names a file, it gets the names of those that failed: CI runs a few of them again, alone."""
+    if path := os.environ.get("FAILED_TESTS"):
+        failed = [one.nodeid for kind in ("failed", "error") for one in terminalreporter.stats.get(kind, ())]
+        Path(path).write_text("".join(f"{name}\n" for name in dict.fromkeys(failed)))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
