@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from pathlib import Path
 
@@ -14,8 +15,9 @@ from benchmarks.network import Network, NoNetwork
 
 
 def namespaces() -> set[str]:
+    """Those of this process; other tests may have some at the same time."""
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
-    return {line.split()[0] for line in listed.splitlines()}
+    return {line.split()[0] for line in listed.splitlines() if line.startswith(f"gradsync-{os.getpid()}-")}
 
 
 @pytest.fixture
@@ -52,7 +54,7 @@ def test_a_quick_run(tmp_path: Path) -> None:
     assert race["ranks"] == 4
     assert not race["wrong"]
     assert {"plain", "torch", "hierarchical", "process_group"} <= set(race["repetitions"][0])
-    assert not [name for name in namespaces() if name.startswith("gradsync-")]
+    assert not namespaces()
 
 
 @pytest.mark.usefixtures("_allowed")
@@ -61,4 +63,4 @@ def test_a_rate_that_is_none_is_an_error_that_says_so(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 1
     assert "fast" in done.output
-    assert not [name for name in namespaces() if name.startswith("gradsync-")]
+    assert not namespaces()

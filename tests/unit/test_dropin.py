@@ -70,6 +70,7 @@ def test_taken_back_exactly() -> None:
     before, finders = globals_of_all(), list(sys.meta_path)
     dropin.install()
     changed = {key for key, value in globals_of_all().items() if before.get(key) != value}
+    changed -= {key for key in changed if key[0].startswith("hypothesis")}  # it counts collections of garbage meanwhile
     assert ("torch.nn.parallel", "DistributedDataParallel") in changed
     dropin.uninstall()
     after = globals_of_all()

@@ -67,6 +67,7 @@ class SharedTensor:
         self.shape = shape
         self.mine = self.of(flat.local_rank)
         """This rank's own."""
+        self._latest: Reduction | None = None  # the other ranks count on it, also if nobody here waits for it
 
     def of(self, rank: int) -> Tensor:
         """That of a rank, as it is now: it may change while it is read, unless the ranks agree otherwise."""
@@ -80,7 +81,8 @@ class SharedTensor:
         """
         if not can_sum(self._flat.dtype):
             raise TypeError(f"sums are for floating-point and complex tensors, not for {self._flat.dtype}")
-        return Reduction(self._sums, scale)
+        self._latest = Reduction(self._sums, scale)
+        return self._latest
 
     def gather(self) -> list[Tensor]:
         """A copy of every rank's tensor, as it was when that rank called this."""
