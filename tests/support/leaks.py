@@ -12,6 +12,7 @@ from pathlib import Path
 from gradsync.cli import kernel
 from tests.support.ranks import Ranks
 
+_FOR_GOOD = {"tqdm_monitor"}  # threads: dynamo has a progress bar where tqdm is installed, with one for the process
 _OWN_VARIABLES = {"PYTEST_CURRENT_TEST"}
 _SHARED_MEMORY = Path("/dev/shm")
 
@@ -32,7 +33,7 @@ def resources_in_use(ranks: Ranks) -> Resources:
     """Look around."""
     return Resources(
         processes={pid: f"{pid} ({kernel.command_line(pid)})" for pid in _processes(ranks)},
-        threads={thread.ident: f"{thread.name} ({thread.ident})" for thread in threading.enumerate()},
+        threads={one.ident: f"{one.name} ({one.ident})" for one in threading.enumerate() if one.name not in _FOR_GOOD},
         variables={item: "=".join(item) for item in os.environ.items() if item[0] not in _OWN_VARIABLES},
         groups=_groups(),
         files=_files(ranks.folder),
