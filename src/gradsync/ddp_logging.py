@@ -69,7 +69,7 @@ class RuntimeLog:
         self._sampled = {
             "iteration": event.round,
             "prev_iteration_grad_ready_order_indices": ", ".join(map(str, event.order)),
-            "num_buckets_reduced": len(event.sent),
+            "num_buckets_reduced": len(event.buckets),
             **times,
             **_moments(event, had_forward),
         }

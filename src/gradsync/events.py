@@ -1,18 +1,64 @@
-"""What the engine reports. Statistics and torch's logger read these records; nothing here acts.
+"""What the engine reports: how long each phase took, and when each bucket was where. Nothing here acts.
 
 A recorder is any callable that takes an event. The engine calls its recorders one after the other; statistics are
-always among them.
+always among them. All times are `time.perf_counter` seconds of this process.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 
+class Span(NamedTuple):
+    """A phase of this rank, outside of what ranks do together."""
+
+    phase: str  # FORWARD, BACKWARD (one that is no round) or OPTIMIZER
+    began_at: float
+    ended_at: float
+
+
+FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
+
+
+class PhaseSeconds(NamedTuple):
+    """Seconds that phases have taken."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+    optimizer: float = 0.0
+
+
+class Traffic(NamedTuple):
+    """Bytes that other ranks have got from this one."""
+
+    sent: int = 0
+    crossed: int = 0  # of those, what crossed from one host to another, where the transport knows
+
+    def __add__(self, other: object) -> Traffic:
+        if not isinstance(other, Traffic):
+            return NotImplemented
+        return Traffic(self.sent + other.sent, self.crossed + other.crossed)
+
+
+NO_TRAFFIC = Traffic()
+
+
+class BucketTimes(NamedTuple):
+    """When one bucket of a round was where, in this order."""
+
+    number: int  # in the plan
+    ready_at: float  # the last of its gradients was there
+    launched_at: float
+    reduced_at: float  # as this rank noticed: at the next launch, or when it waited for it
+    awaited_at: float  # from here to `reduced_at` the rank did nothing but wait for it; 0.0: it did not have to
+    delivered_at: float  # in `.grad`
+    traffic: Traffic
+
+
 class RoundClosed(NamedTuple):
-    """A round ended: every gradient is delivered. Times are `time.perf_counter` seconds."""
+    """A round ended: every gradient is delivered."""
 
     round: int
     opened_at: float
@@ -21,7 +67,7 @@ class RoundClosed(NamedTuple):
     closed_at: float
     waited: float  # seconds in which this rank did nothing but wait for its peers
     nbytes: int
-    sent: tuple[int, ...]  # the buckets that travelled, by their numbers, in this order
+    buckets: tuple[BucketTimes, ...]  # those that traveled, in this order
     overlapped_buckets: int
     order: tuple[int, ...]  # of arrival on this rank
     corrected: bool  # a gradient arrived after its bucket had left, and a second pass carried it
@@ -29,6 +75,8 @@ class RoundClosed(NamedTuple):
     forward_at: float = 0.0  # the latest forward began
     backward_ended_at: float = 0.0
     module: int = -1  # its serial number, the same on all ranks
+    before: PhaseSeconds = PhaseSeconds()
+    """Since the round before: forwards, backwards that were no rounds, and steps of optimizers."""
 
 
 class RoundRecord:
@@ -37,17 +85,35 @@ class RoundRecord:
     def __init__(self) -> None:
         self._opened_at = time.perf_counter()
         self._first_launch_at = self._reduced_at = self._waited = 0.0
+        self._ready: dict[int, float] = {}  # these by the buckets' numbers
+        self._launched: dict[int, float] = {}
+        self._reduced: dict[int, float] = {}
+        self._awaited: dict[int, float] = {}
+        self._delivered: dict[int, float] = {}
         self._overlapped = 0
         self._corrected = self._repaired = False
 
-    def bucket_launched(self, overlaps: bool) -> None:
+    def bucket_ready(self, number: int) -> None:
+        """All of its gradients are there; it may not be its turn."""
+        self._ready[number] = time.perf_counter()
+
+    def bucket_launched(self, number: int, overlaps: bool) -> None:
         """`overlaps`: backward still computes."""
-        self._first_launch_at = self._first_launch_at or time.perf_counter()
+        self._launched[number] = now = time.perf_counter()
+        self._first_launch_at = self._first_launch_at or now
         self._overlapped += overlaps
 
-    def bucket_reduced(self, awaited_since: float) -> None:
-        self._reduced_at = time.perf_counter()
-        self._waited += self._reduced_at - awaited_since
+    def bucket_reduced(self, number: int, awaited_since: float = 0.0) -> None:
+        """`awaited_since`: if this rank did nothing but wait for it, from when on. The first call counts."""
+        if number in self._reduced:
+            return
+        self._reduced[number] = self._reduced_at = now = time.perf_counter()
+        if awaited_since:
+            self._awaited[number] = awaited_since
+            self._waited += now - awaited_since
+
+    def bucket_delivered(self, number: int) -> None:
+        self._delivered[number] = time.perf_counter()
 
     def second_pass(self) -> None:
         """Gradients that came after their bucket had left are carried."""
@@ -56,7 +122,8 @@ class RoundRecord:
     def replicas_repaired(self) -> None:
         self._repaired = True
 
-    def closed(self, number: int, nbytes: int, sent: Sequence[int], order: Sequence[int]) -> RoundClosed:
+    def closed(self, number: int, nbytes: int, traffic: Mapping[int, Traffic], order: Sequence[int]) -> RoundClosed:
+        """`traffic`: of each bucket that has left, by its number."""
         return RoundClosed(
             round=number,
             opened_at=self._opened_at,
@@ -65,12 +132,18 @@ class RoundRecord:
             closed_at=time.perf_counter(),
             waited=self._waited,
             nbytes=nbytes,
-            sent=tuple(sent),
+            buckets=tuple(self._times(one, sent) for one, sent in traffic.items()),
             overlapped_buckets=self._overlapped,
             order=tuple(order),
             corrected=self._corrected,
             repaired=self._repaired,
         )
+
+    def _times(self, number: int, traffic: Traffic) -> BucketTimes:
+        launched_at = self._launched[number]
+        ready_at = min(self._ready.get(number, launched_at), launched_at)
+        awaited_at, reduced_at = self._awaited.get(number, 0.0), self._reduced[number]
+        return BucketTimes(number, ready_at, launched_at, reduced_at, awaited_at, self._delivered[number], traffic)
 
 
 Event = RoundClosed

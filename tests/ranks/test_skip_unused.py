@@ -51,7 +51,7 @@ class Training:
         self.replica._engine.add_recorder(self._record)
 
     def _record(self, event: Event) -> None:
-        self.sent += event.sent
+        self.sent += [bucket.number for bucket in event.buckets]
 
     def round(self, step: int, used: list[set[int]]) -> list[int]:
         """One step with these parts on each rank; tells which buckets have travelled."""

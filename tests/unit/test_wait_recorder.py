@@ -34,7 +34,7 @@ class Told:
             closed_at=at[3],
             waited=4 * self.scale,
             nbytes=0,
-            sent=(),
+            buckets=(),
             overlapped_buckets=0,
             order=(),
             corrected=False,

@@ -32,7 +32,7 @@ class Flights:
         self._group, self._lockstep, self._hook = group, lockstep, hook
         self.launched: list[InFlight] = []
         """One for each bucket in the order of the plan, idle ones unsent; then idle ones that turned out to be used."""
-        self._delivered = 0  # how many of those
+        self._delivered = self._noticed = 0  # how many of those
         self._latest_hook: Work | None = None  # what a communication hook has under way
         self._kept = {number: group.buckets[number].data.clone() for number in kept}  # restored after delivery
         self._overwritten: dict[int, Tensor] = {}  # what was in buckets that were sent without it
@@ -73,7 +73,7 @@ class Flights:
         """Leaves out idle buckets whose turn it is."""
         while (number := len(self.launched)) in self._group.idle:
             bucket = self._group.buckets[number]
-            self.launched.append(InFlight(bucket, NOT_SENT, Taken.nothing(bucket)))
+            self.launched.append(InFlight(number, bucket, NOT_SENT, Taken.nothing(bucket)))
 
     def send(
         self,
@@ -98,7 +98,7 @@ class Flights:
             transport = self._group.transport
             work = bucket.send(taken.gradients, taken.used, scaling, transport, label, see_all)
         kept = self._kept.pop(number, None)
-        self.launched.append(InFlight(bucket, work, taken, kept, second_order))
+        self.launched.append(InFlight(number, bucket, work, taken, kept, second_order))
         self._lockstep.count_launch()
 
     def send_nothing(self, identity: Identity, kind: Kind, scaling: Scaling, most: int | None = None) -> None:
@@ -115,7 +115,7 @@ class Flights:
                 work = self._run_hook(self._hook, bucket, number, scaling, label, ignore_hook=True)
             else:
                 work = bucket.send_nothing(scaling, transport, label)
-            self.launched.append(InFlight(bucket, work, Taken.nothing(bucket)))
+            self.launched.append(InFlight(number, bucket, work, Taken.nothing(bucket)))
             self._lockstep.count_launch()
             most = None if most is None else most - 1
             if most != 0:
@@ -171,6 +171,16 @@ class Flights:
 
     # --- and back --------------------------------------------------------------------------------
 
+    def take_noticed(self) -> int | None:
+        """The next one, by its number, that is back and was not noticed before. Where asking costs nothing: on CPUs."""
+        if self._noticed == len(self.launched):
+            return None
+        flight = self.launched[self._noticed]
+        if flight.bucket.plan.device.type != "cpu" or not flight.work.done():
+            return None
+        self._noticed += 1
+        return flight.number
+
     def take_reduced(self) -> InFlight | None:
         """The next one to deliver, if it is back; it counts as delivered from now on."""
         if self._delivered == len(self.launched) or not self.launched[self._delivered].work.done():
@@ -186,13 +196,13 @@ class Flights:
         """Returns when it is reduced. Who is waited for, and for what, is known to the watch meanwhile."""
         bucket, group = flight.bucket, self._group
         first = group.name(bucket.indices[0]) if bucket.indices else ""
-        awaited = Awaited(group.buckets.index(bucket), len(group.buckets), first, len(bucket.indices))
+        awaited = Awaited(flight.number, len(group.buckets), first, len(bucket.indices))
         self._lockstep.enter("at the end of backward", awaited)
         try:
             flight.work.wait()
             self._lockstep.enter("at the end of backward")
         except (ReplicaLostError, RoundTimeoutError) as error:
-            raise type(error)(f"{error} {self._where(flight.bucket)}", error.ranks) from None
+            raise type(error)(f"{error} {self._where(flight)}", error.ranks) from None
 
     def await_all(self, ignore_hook: bool = False) -> None:
         """`ignore_hook`: whatever a communication hook has to say."""
@@ -205,8 +215,8 @@ class Flights:
                 if not ignore_hook:
                     raise
 
-    def _where(self, bucket: Bucket) -> str:
-        number, buckets = self._group.buckets.index(bucket), len(self._group.buckets)
-        names = [self._group.name(index) for index in bucket.indices]
+    def _where(self, flight: InFlight) -> str:
+        number, buckets = flight.number, len(self._group.buckets)
+        names = [self._group.name(index) for index in flight.bucket.indices]
         holds = f"with '{names[0]}'" if len(names) == 1 else f"from '{names[0]}' to '{names[-1]}'" if names else ""
         return f"(Round {self._lockstep.number}, bucket {number + 1} of {buckets}, {holds}.)"

@@ -37,6 +37,7 @@ class Taken(NamedTuple):
 class InFlight(NamedTuple):
     """A launched bucket. Keeps its memory alive until the work is done."""
 
+    number: int  # of its bucket
     bucket: Bucket
     work: Work
     taken: Taken

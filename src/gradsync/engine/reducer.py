@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -58,7 +57,6 @@ class Reducer:
         """With which each round compares the replicas' parameters."""
         self._changes: list[Callable[[], None]] = []  # to be made before the next round, when all ranks say so
         self._unfinished: UnfinishedRoundError | None = None
-        self._forward_at = time.perf_counter()
         self._process = os.getpid()
         self._before = ManagedBefore()
         self._manage(managed, transport)
@@ -127,17 +125,14 @@ class Reducer:
             raise (failed or error) from None
         return failed
 
-    def end_round(self, ended_well: bool, backward_ended_at: float) -> RoundClosed | None:
+    def end_round(self, ended_well: bool) -> RoundClosed | None:
         """All ranks have come to its end, which counts for all of them; on this one it may have failed."""
         assert self.round is not None
         self.rescale(unit=self.round.unit_after)
         self.lockstep.count_round()
         event = None
         if ended_well:
-            closed = self.round.close()
-            event = closed._replace(
-                forward_at=self._forward_at, backward_ended_at=backward_ended_at, module=self.lockstep.serial
-            )
+            event = self.round.close()._replace(module=self.lockstep.serial)
             self.rounds += 1
         self.round = None
         return event
@@ -202,7 +197,6 @@ class Reducer:
 
     def forward_begins(self) -> None:
         """Raises what torch's strictness has to say of the latest round."""
-        self._forward_at = time.perf_counter()
         self._skipped = False
         if self._unfinished is not None:
             unfinished, self._unfinished = self._unfinished, None

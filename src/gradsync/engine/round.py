@@ -128,6 +128,8 @@ class Round:
         if count == group.expected[index]:
             number = group.bucket_of[index]
             self._missing[number] -= 1
+            if not self._missing[number]:
+                self._record.bucket_ready(number)
             if self._waiting or not self._missing[number]:
                 self._launch_complete(index)
         elif count > group.expected[index]:
@@ -202,7 +204,8 @@ class Round:
         except BaseException:
             self._give_back(bucket, taken)
             raise
-        self._record.bucket_launched(overlaps)
+        self._record.bucket_launched(number, overlaps)
+        self._notice_reduced()
 
     def _give_back(self, bucket: Bucket, taken: Taken) -> None:
         """It could not leave. What lies in the bucket itself, a communication hook may have changed: that is lost."""
@@ -214,6 +217,11 @@ class Round:
                 self._holders[index].grad = gradient.copy_(held)
             elif not self._detached:
                 self._group.lose(index)
+
+    def _notice_reduced(self) -> None:
+        """Takes down which buckets have come back by now."""
+        while (number := self.flights.take_noticed()) is not None:
+            self._record.bucket_reduced(number)
 
     @torch.no_grad()
     def _deliver_reduced(self) -> None:
@@ -296,7 +304,7 @@ class Round:
             if error.timed_out:
                 raise
             return set()
-        self._record.bucket_reduced(began)
+        self._record.bucket_reduced(last.number, began)
         if last.work.differing() & SAME_BUCKET:
             return set()
         flags = last.bucket.read_flags()[ROUND_FLAGS - COMPANIONS : ROUND_FLAGS]
@@ -328,7 +336,6 @@ class Round:
         for flight in self.flights.undelivered:
             if not flight.is_sent:
                 continue
-            began = time.perf_counter()
             try:
                 self._await(flight)
                 reduced.append(flight)
@@ -336,7 +343,6 @@ class Round:
                 if error.timed_out:
                     raise
                 failed = failed or error
-            self._record.bucket_reduced(began)
         self.flights.mark_delivered()
         return failed, reduced
 
@@ -352,10 +358,14 @@ class Round:
             group.mark_clean(indices)  # the guard lets the step pass
             with unsynchronized.trusted():
                 self._config.stepper([group.parameters[index] for index in indices])
+        self._record.bucket_delivered(flight.number)
 
     def _await(self, flight: InFlight) -> None:
         """Returns when it is reduced; raises if it was none of this round."""
+        self._notice_reduced()
+        began = time.perf_counter()
         self.flights.wait_for(flight)
+        self._record.bucket_reduced(flight.number, began)
         if flight.bucket.plan.device.type == "cpu":  # elsewhere asking would make it wait
             self._judge(flight.work.differing())
 
@@ -485,10 +495,10 @@ class Round:
         self.phase = Phase.OVER
         if not self._detached:
             self._group.learn(self.counts)
-        sent = [flight.bucket for flight in self.flights.launched if flight.is_sent]
-        numbers = [self._group.buckets.index(bucket) for bucket in sent]
-        nbytes = sum(bucket.plan.nbytes for bucket in sent)
-        return self._record.closed(self.identity.number, nbytes, numbers, self.order)
+        sent = [flight for flight in self.flights.launched if flight.is_sent]
+        traffic = {flight.number: flight.work.traffic() for flight in sent}
+        nbytes = sum(flight.bucket.plan.nbytes for flight in sent)
+        return self._record.closed(self.identity.number, nbytes, traffic, self.order)
 
     # --- rounds that come to nothing -------------------------------------------------------------
 

@@ -32,6 +32,7 @@ from gradsync.errors import NoProcessGroupError, ParametersChangedError, Unfinis
 from gradsync.events import Recorder
 from gradsync.guard import unsynchronized
 from gradsync.guard.replicas import Comparison
+from gradsync.observe.stopwatch import Stopwatch
 from gradsync.transport.base import Transport
 
 _current_backward = _torch.current_graph_task
@@ -69,6 +70,7 @@ class TrainingStep:
         self.modules, self.module = list(modules), modules[0]
         self.transport, self.policy = transport, policy
         self.managed, self.buffers, self.reducer = managed, buffers, reducer
+        self.stopwatch = Stopwatch()
         self.joining: Joining | None = None
         """Inside a `Join` context of torch's: who tells ranks without data of our rounds."""
         self._state, self._settings = state, settings
@@ -82,6 +84,7 @@ class TrainingStep:
         self._apart = False  # replicas differ on purpose
         self._backward = Backward(at_end=self._backward_ended)
         self._not_a_round = _torch.NO_GRAPH_TASK  # a backward that was found to be none
+        self._timed = _torch.NO_GRAPH_TASK  # the latest of those
         self._rpc_contexts: set[int] = set()
         self._listening: tuple[ParameterGroup, Callable[[], object]] | None = None
         self._compare()
@@ -108,6 +111,7 @@ class TrainingStep:
             self._looked_for_optimizers = True
             self.reducer.take_over_optimizers()
         self.abandon_dead()
+        self.stopwatch.forward_begins()
         self.reducer.forward_begins()
         if not self.reducer.forked:  # a child evaluates with the buffers that the rank had
             self.buffers.before_forward()
@@ -145,6 +149,7 @@ class TrainingStep:
 
     def end_forward(self, backward_follows: bool = False) -> None:
         """The same for a forward that has raised."""
+        self.stopwatch.forward_ended()
         inside_backward = _torch.current_graph_task() != _torch.NO_GRAPH_TASK
         self.managed.compute_parameters.end_forward(backward_follows or inside_backward)
 
@@ -173,6 +178,7 @@ class TrainingStep:
             self._split_begins()
         reducer = self.reducer
         if reducer.round is None and not (reducer.synchronizing and accumulates(reducer.group.leaves)):
+            self._time_backward()
             return
         if self._enter_backward(passed_output=True) is None:
             return
@@ -180,6 +186,13 @@ class TrainingStep:
         if node is not None and _torch.compiles() and (_torch.is_compiled(node) or not group.as_expected):
             together = (group.index_of.get(id(leaf)) for leaf in come_at_once(node))
             group.expect_at_once(index for index in together if index is not None)
+
+    def _time_backward(self) -> None:
+        """One that is no round."""
+        if (backward := _current_backward()) != self._timed:
+            self._timed = backward
+            self.stopwatch.backward_begins()
+            _torch.at_end_of_backward(self.stopwatch.backward_ended)
 
     def gradient_arrived(self, leaf: Tensor) -> None:
         """Autograd has accumulated into a parameter's `.grad`."""
@@ -364,7 +377,7 @@ class TrainingStep:
             except Exception as error:
                 raise (failed or error) from None
             nonfinite = self.reducer.round.nonfinite
-            event = self.reducer.end_round(failed is None, ended_at)
+            event = self.reducer.end_round(ended_well=failed is None)
         except BaseException as error:
             if isinstance(error, Exception) or not self.reducer.round.flights.indices():
                 self.reducer.drop_round()
@@ -372,6 +385,9 @@ class TrainingStep:
         if failed is not None:
             raise failed
         if event is not None:
+            event = event._replace(
+                forward_at=self.stopwatch.forward_at, backward_ended_at=ended_at, before=self.stopwatch.take()
+            )
             for recorder in self._recorders:
                 recorder(event)
         if nonfinite is not None:
@@ -427,6 +443,11 @@ class TrainingStep:
         if self._listening is not None:
             self._listening[1]()
             self._listening = None
+
+    def optimizer_stepped(self, began_at: float) -> None:
+        """On parameters of ours."""
+        self.reducer.stepped()
+        self.stopwatch.optimizer_stepped(began_at)
 
     def disarm(self) -> None:
         """Leaves the module as if it had never been replicated."""

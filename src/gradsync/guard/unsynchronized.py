@@ -13,6 +13,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from time import perf_counter
 from typing import Any, NamedTuple, Protocol
 
 import torch.distributed as dist
@@ -63,8 +64,6 @@ class Rounds(Protocol):
 
     def left_dirty(self, parameter: Tensor) -> bool: ...
 
-    def stepped(self) -> None: ...
-
 
 class Watched(Protocol):
     """An engine."""
@@ -80,6 +79,9 @@ class Watched(Protocol):
 
     def trained_alone(self) -> None:
         """An optimizer has stepped on local gradients, on purpose."""
+
+    def optimizer_stepped(self, began_at: float) -> None:
+        """On its parameters, since then."""
 
 
 class Owned(NamedTuple):
@@ -102,6 +104,7 @@ class Known(NamedTuple):
 _watched: weakref.WeakSet[Any] = weakref.WeakSet()
 _known: weakref.WeakKeyDictionary[Optimizer, Known] = weakref.WeakKeyDictionary()
 _since: weakref.WeakKeyDictionary[Optimizer, weakref.WeakKeyDictionary[Any, int]] = weakref.WeakKeyDictionary()
+_began: weakref.WeakKeyDictionary[Optimizer, float] = weakref.WeakKeyDictionary()  # its step, or what follows a closure
 _warned: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _engines = 0  # counts changes of that
 _state = threading.local()
@@ -159,6 +162,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if not callable(closure):
         _look(optimizer)
+        _began[optimizer] = perf_counter()
         return None
     looking = _then_look(optimizer, closure)
     if "closure" in kwargs:
@@ -172,6 +176,7 @@ def _then_look(optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[],
     def looking() -> Any:
         result = closure()
         _look(optimizer)
+        _began[optimizer] = perf_counter()
         return result
 
     return looking
@@ -183,7 +188,7 @@ def _after_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
     for one in _owned_by(optimizer):
         engine = one.engine()
         if engine is not None:
-            engine.reducer.stepped()
+            engine.optimizer_stepped(_began.get(optimizer, perf_counter()))
             _since.setdefault(optimizer, weakref.WeakKeyDictionary())[engine] = engine.reducer.rounds
 
 

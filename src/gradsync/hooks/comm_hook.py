@@ -19,6 +19,7 @@ from torch.futures import Future
 from gradsync import _torch
 from gradsync.arguments import shown
 from gradsync.errors import HookError, InvalidOptionError, WrongTypeError
+from gradsync.events import Traffic
 
 Hook = Callable[[Any, Any], Future[Tensor]]
 _RETURNS = (inspect.Signature.empty, torch.futures.Future[torch.Tensor], torch.futures.Future)
@@ -89,6 +90,11 @@ class HookWork(NamedTuple):
 
     def differing(self) -> int:
         found: int = self.tail.differing()
+        return found
+
+    def traffic(self) -> Traffic:
+        """Of the tail; what the hook sends, nobody but itself knows."""
+        found: Traffic = self.tail.traffic()
         return found
 
     def wait(self) -> None:

@@ -76,7 +76,7 @@ class Statistics:
             self._module = event.module
             self.waited_seconds += event.waited
             self.bytes_reduced += event.nbytes
-            self.buckets = len(event.sent)
+            self.buckets = len(event.buckets)
             self.overlapped_buckets = event.overlapped_buckets
             self.corrected_rounds += event.corrected
             self.repaired_rounds += event.repaired

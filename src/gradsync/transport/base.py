@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from gradsync.events import NO_TRAFFIC, Traffic
 from gradsync.transport.label import UNLABELLED, Label
 from gradsync.watch.watch import Watch
 
@@ -35,12 +36,15 @@ class Work(Protocol):
     def differing(self) -> int:
         """After `wait`: the bits of the label on which ranks disagree. The result is worthless if any is essential."""
 
+    def traffic(self) -> Traffic:
+        """After `wait`: what it has made travel."""
+
 
 class Done:
     """A work that is over."""
 
-    def __init__(self, differing: int = 0) -> None:
-        self._differing = differing
+    def __init__(self, differing: int = 0, traffic: Traffic = NO_TRAFFIC) -> None:
+        self._differing, self._traffic = differing, traffic
 
     def wait(self) -> None:
         return
@@ -50,6 +54,17 @@ class Done:
 
     def differing(self) -> int:
         return self._differing
+
+    def traffic(self) -> Traffic:
+        return self._traffic
+
+
+def all_reduced(nbytes: int, ranks: int) -> int:
+    """Bytes that others get from a rank when so many are summed over the ranks: its part of their sums, and its sums.
+
+    So it is in a ring, as gloo's, and in shared memory alike; other backends may do better or worse.
+    """
+    return 2 * nbytes * (ranks - 1) // ranks
 
 
 class RowWork(Work, Protocol):

@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradsync.events import Traffic
 from gradsync.transport import label as labels
 from gradsync.transport import progress_engine, summation
-from gradsync.transport.base import Request, SparseWork, Work
+from gradsync.transport.base import Request, SparseWork, Work, all_reduced
 from gradsync.transport.bridge import Bridge
 from gradsync.transport.control_words import Word
 from gradsync.transport.host_memory import HostMemory
@@ -166,6 +167,16 @@ class Crossing:
     def done(self) -> bool:
         progress_engine.progress()
         return self._sums.is_over(self._operation)
+
+    def traffic(self) -> Traffic:
+        tensor, bridge = self._sums.tensor, self._bridge
+        start, stop = self._range
+        nbytes, crossing = (stop - start) * tensor.dtype.itemsize, 0
+        if bridge.carries:
+            wide = summation.wide_type(tensor.dtype)
+            carried = self._carried().numel() * (self._carried().element_size() if wide is None else wide.itemsize)
+            crossing = all_reduced(carried, bridge.hosts)
+        return Traffic(all_reduced(nbytes, tensor.size) + crossing, crossing)
 
     def differing(self) -> int:
         return 0 if self._label is None else labels.read(self._label)

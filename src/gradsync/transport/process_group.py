@@ -14,10 +14,11 @@ from torch import Tensor
 
 from gradsync import _torch
 from gradsync.errors import ReplicaLostError
+from gradsync.events import Traffic
 from gradsync.options import MIB
 from gradsync.transport import label as labels
 from gradsync.transport import progress_engine, summation
-from gradsync.transport.base import Done, Request, SparseWork, Work
+from gradsync.transport.base import Done, Request, SparseWork, Work, all_reduced
 from gradsync.transport.dedicated_group import Connections
 from gradsync.transport.label import UNLABELLED, Label
 from gradsync.transport.link import Link
@@ -104,7 +105,7 @@ class ProcessGroupTransport:
             labels.write(places, (label,))
         # On a GPU the scaling above and the collective are ordered by the current stream.
         work = self._connections.track(_torch.all_reduce(self._connections.carrier, buffer))
-        return _InFlight(work, buffer, places, self._connections)
+        return _InFlight(work, buffer, places, self._connections, self.size)
 
     def reduce_sparse(self, gradient: Tensor, scale: float) -> SparseWork:
         """By gathering, as no backend but gloo sums sparse tensors; ranks pad to the longest."""
@@ -184,6 +185,7 @@ class _InFlight(NamedTuple):
     buffer: Tensor
     label: Tensor | None
     connections: Connections
+    ranks: int
 
     def wait(self) -> None:
         self.connections.finish(self.work, self.buffer.is_cpu)
@@ -193,6 +195,9 @@ class _InFlight(NamedTuple):
 
     def differing(self) -> int:
         return 0 if self.label is None else labels.read(self.label)
+
+    def traffic(self) -> Traffic:
+        return Traffic(all_reduced(self.buffer.nbytes, self.ranks))
 
 
 class SparseDone(NamedTuple):

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gradsync.events import Traffic
 from gradsync.transport import summation
 from gradsync.transport.control_words import Word
 from gradsync.transport.label import UNLABELLED, Label
@@ -52,6 +53,7 @@ class RowSum(Reduction):
         self._given: Tensor | None = matrix
         self._numel, self._width = matrix.numel(), matrix[0].numel()
         self._told_whole = False
+        self._row_bytes = 0
         sums.await_free()
         if rows is None:
             self._write_whole()
@@ -78,6 +80,10 @@ class RowSum(Reduction):
             self._told_whole = True
         return self._control.all_reached(Word.WHOLE, self._operation) and super().advance()
 
+    def traffic(self) -> Traffic:
+        """Every other rank reads all rows that this one has sent."""
+        return super().traffic() if self.result is None else Traffic(self._row_bytes * (self._sums.tensor.size - 1))
+
     def missing(self) -> list[int]:
         not_whole = self._control.behind(Word.WHOLE, self._operation) if self._told_whole else []
         return not_whole or super().missing()
@@ -92,6 +98,7 @@ class RowSum(Reduction):
     def _write_rows(self, matrix: Tensor, rows: Tensor, scale: float) -> None:
         mine = self._rows_in(self._slot, len(rows))
         self._sums.tensor.reserve(mine.nbytes, _PURPOSE)
+        self._row_bytes = mine.nbytes
         mine.tail.copy_(self._slot[self._numel :])
         mine.rows.numbers.copy_(rows)
         values = mine.rows.values

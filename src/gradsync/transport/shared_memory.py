@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 
 from torch import Tensor
 
+from gradsync.events import Traffic
 from gradsync.options import MIB
 from gradsync.transport import label as labels
 from gradsync.transport import progress_engine, summation
@@ -75,7 +76,7 @@ class SharedMemoryTransport:
         if not differing & label.essential:
             terms = [unpack(one[_LABEL.size :], buffer.dtype, buffer.device) for one in shown]
             buffer.copy_(summation.sum_of_copies(terms).view(buffer.shape))
-        return Done(differing)
+        return Done(differing, Traffic(buffer.nbytes * (self.size - 1)))
 
     @property
     def reduce_rows(self) -> Callable[[Tensor, Tensor, Tensor | None, float, Label], RowWork] | None:

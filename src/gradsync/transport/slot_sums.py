@@ -22,7 +22,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from gradsync.events import Traffic
 from gradsync.transport import progress_engine, summation
+from gradsync.transport.base import all_reduced
 from gradsync.transport.control_words import Word
 from gradsync.transport.host_memory import HostMemory
 from gradsync.transport.label import UNLABELLED, Label, differing
@@ -189,6 +191,10 @@ class Reduction:
 
     def differing(self) -> int:
         return self._differing
+
+    def traffic(self) -> Traffic:
+        tensor = self._sums.tensor
+        return Traffic(all_reduced((self._stop - self._start) * tensor.dtype.itemsize, tensor.size))
 
     def missing(self) -> list[int]:
         """The local ranks whose part in it is not done yet."""
