@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from gradsync import contract, dropin, errors, tensor_parallel
+from gradsync import contract, dropin, errors, observe, tensor_parallel
 from gradsync._version import __version__
 from gradsync.checkpoint import checkpoint
 from gradsync.ddp import DistributedDataParallel
@@ -43,6 +43,7 @@ __all__ = [
     "dropin",
     "errors",
     "fingerprint",
+    "observe",
     "overlap_optimizer",
     "register_forward_method",
     "replicate",

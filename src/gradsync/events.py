@@ -57,6 +57,29 @@ class BucketTimes(NamedTuple):
     traffic: Traffic
 
 
+class PlannedBucket(NamedTuple):
+    """What lies in a bucket."""
+
+    parameters: tuple[int, ...]  # by their places in `Layout.names`, in the order of the plan
+    nbytes: int  # of their gradients
+    allocated: int  # bytes, with what travels beside them
+    is_shared: bool  # its memory is seen by other ranks
+    device: str
+    dtype: str
+
+
+class Layout(NamedTuple):
+    """Which gradients lie in which bucket. The same object in each round of a plan."""
+
+    names: tuple[str, ...] = ()  # of all managed parameters
+    buckets: tuple[PlannedBucket, ...] = ()  # in the order of the plan
+    sparse: tuple[int, ...] = ()  # parameters that travel by themselves
+    gradients_are_views: bool = True  # of the buckets; else they have memory of their own
+
+
+NO_LAYOUT = Layout()
+
+
 class RoundClosed(NamedTuple):
     """A round ended: every gradient is delivered."""
 
@@ -72,8 +95,12 @@ class RoundClosed(NamedTuple):
     order: tuple[int, ...]  # of arrival on this rank
     corrected: bool  # a gradient arrived after its bucket had left, and a second pass carried it
     repaired: bool  # replicas had different parameters, and were given the same ones
+    hooked: bool = False  # a communication hook reduced the buckets: what it sent is not in their traffic
+    steps_in_backward: bool = False  # an optimizer does
+    unused: tuple[int, ...] = ()  # parameters that this rank had no gradient for
+    layout: Layout = NO_LAYOUT
     forward_at: float = 0.0  # the latest forward began
-    backward_ended_at: float = 0.0
+    backward_ended_at: float = 0.0  # it has computed all it had to; the rest of the buckets has yet to leave
     module: int = -1  # its serial number, the same on all ranks
     before: PhaseSeconds = PhaseSeconds()
     """Since the round before: forwards, backwards that were no rounds, and steps of optimizers."""
@@ -82,9 +109,10 @@ class RoundClosed(NamedTuple):
 class RoundRecord:
     """What becomes such an event, taken down while the round lasts."""
 
-    def __init__(self) -> None:
+    def __init__(self, hooked: bool = False, steps_in_backward: bool = False) -> None:
         self._opened_at = time.perf_counter()
-        self._first_launch_at = self._reduced_at = self._waited = 0.0
+        self._hooked, self._steps_in_backward = hooked, steps_in_backward
+        self._first_launch_at = self._reduced_at = self._waited = self._backward_ended_at = 0.0
         self._ready: dict[int, float] = {}  # these by the buckets' numbers
         self._launched: dict[int, float] = {}
         self._reduced: dict[int, float] = {}
@@ -115,6 +143,10 @@ class RoundRecord:
     def bucket_delivered(self, number: int) -> None:
         self._delivered[number] = time.perf_counter()
 
+    def backward_ended(self) -> None:
+        """The first call counts."""
+        self._backward_ended_at = self._backward_ended_at or time.perf_counter()
+
     def second_pass(self) -> None:
         """Gradients that came after their bucket had left are carried."""
         self._corrected = True
@@ -122,7 +154,15 @@ class RoundRecord:
     def replicas_repaired(self) -> None:
         self._repaired = True
 
-    def closed(self, number: int, nbytes: int, traffic: Mapping[int, Traffic], order: Sequence[int]) -> RoundClosed:
+    def closed(
+        self,
+        number: int,
+        nbytes: int,
+        traffic: Mapping[int, Traffic],
+        order: Sequence[int],
+        unused: Sequence[int],
+        layout: Layout,
+    ) -> RoundClosed:
         """`traffic`: of each bucket that has left, by its number."""
         return RoundClosed(
             round=number,
@@ -137,6 +177,11 @@ class RoundRecord:
             order=tuple(order),
             corrected=self._corrected,
             repaired=self._repaired,
+            hooked=self._hooked,
+            steps_in_backward=self._steps_in_backward,
+            unused=tuple(unused),
+            layout=layout,
+            backward_ended_at=self._backward_ended_at,
         )
 
     def _times(self, number: int, traffic: Traffic) -> BucketTimes:

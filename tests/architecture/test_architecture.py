@@ -57,6 +57,7 @@ PUBLIC = {
     "dropin",
     "errors",
     "fingerprint",
+    "observe",
     "overlap_optimizer",
     "register_forward_method",
     "replicate",

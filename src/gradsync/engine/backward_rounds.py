@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from gradsync import _torch
 from gradsync.engine.parameter_group import COMPANIONS
 from gradsync.errors import HookError, ReplicaLostError, RoundTimeoutError
+from gradsync.observe.ranges import ranged
 
 if TYPE_CHECKING:
     from gradsync.engine.step import TrainingStep
@@ -53,6 +54,8 @@ def end_rounds(engines: Sequence[TrainingStep], skipping: bool = False) -> list[
     for ever. One that could not be launched is abandoned: the other ranks raise. (With a communication hook, that is
     done by the next forward.)
     """
+    for engine in engines:
+        engine.reducer.note_backward_ended()
     engines, failures = _launch_all(engines, skipping)
     nobody_waits = any(map(_lost_each_other, failures))
     somebody_waits = not nobody_waits and any(engine.reducer.has_sent for engine in engines)
@@ -67,7 +70,8 @@ def end_rounds(engines: Sequence[TrainingStep], skipping: bool = False) -> list[
             engine.reducer.strand_round()
             continue
         try:
-            engine.end_round()
+            with ranged("end of round"):
+                engine.end_round()
         except Exception as error:
             failures.append(error)
             somebody_waits = not _lost_each_other(error)

@@ -101,8 +101,8 @@ class Engine(TrainingStep):
                 is_wrapped=is_wrapped,
             )
         self.options, self.ignored = options, ignored
-        self.statistics = Statistics()
-        self.statistics.moved_to(transport.name, transport.reason)
+        self.statistics = Statistics(module=type(modules[0]).__name__)
+        self.statistics.moved_to(transport.name, transport.reason, transport.rank, transport.size)
         self.add_recorder(self.statistics.record)
         self._waits: WaitRecorder | None = None
         self._record_waits()
@@ -233,7 +233,7 @@ class Engine(TrainingStep):
         self.process_group, self.transport = group, transport
         self.buffers.move_to(transport)
         self._compare(anew=True)
-        self.statistics.moved_to(transport.name, transport.reason)
+        self.statistics.moved_to(transport.name, transport.reason, transport.rank, transport.size)
         self._record_waits()
         self._outside = False
 

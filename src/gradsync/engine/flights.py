@@ -17,6 +17,7 @@ from gradsync.engine.reduce_config import Scaling
 from gradsync.errors import ReplicaLostError, RoundTimeoutError
 from gradsync.hooks import comm_hook
 from gradsync.hooks.comm_hook import GradBucket, Hook, HookWork, name_of
+from gradsync.observe.ranges import ranged
 from gradsync.transport.base import Work
 from gradsync.transport.label import Label
 from gradsync.watch.position import Awaited
@@ -199,7 +200,8 @@ class Flights:
         awaited = Awaited(flight.number, len(group.buckets), first, len(bucket.indices))
         self._lockstep.enter("at the end of backward", awaited)
         try:
-            flight.work.wait()
+            with ranged("wait", flight.number):
+                flight.work.wait()
             self._lockstep.enter("at the end of backward")
         except (ReplicaLostError, RoundTimeoutError) as error:
             raise type(error)(f"{error} {self._where(flight)}", error.ranks) from None

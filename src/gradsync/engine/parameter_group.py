@@ -20,6 +20,7 @@ from gradsync.engine.ownership import Gradients
 from gradsync.engine.plan import BucketPlan, Plan, Spec, delay, make_plan
 from gradsync.engine.row_bucket import RowBucket, may_travel, touched_rows
 from gradsync.errors import UnfinishedRoundError
+from gradsync.events import NO_LAYOUT, Layout, PlannedBucket
 from gradsync.options import Options
 from gradsync.transport.base import Request, Transport
 
@@ -58,6 +59,8 @@ class ParameterGroup:
 
         self.plan: Plan | None = None
         """None before the first round has ended."""
+        self.layout = NO_LAYOUT
+        """What is told of it."""
         self.buckets: list[Bucket] = []
         self.bucket_of = [-1] * len(managed)
         """-1: no plan yet, or a sparse gradient, which needs no bucket."""
@@ -149,6 +152,7 @@ class ParameterGroup:
         if options.skip_all_reduce_unused_params:
             flags += len(plan.buckets) - 1
         self.buckets = make_buckets(plan.buckets, self.specs, self.transport, flags)
+        self.layout = self._describe(plan)
         for number, planned in enumerate(plan.buckets):
             for place in planned.places:
                 index = place.index
@@ -157,6 +161,20 @@ class ParameterGroup:
                 is_large = self.specs[index].nbytes >= LARGE and not planned.by_rows
                 if is_large and self.as_view and self.holders[index] is self.leaves[index]:
                     self.large.add(index)
+
+    def _describe(self, plan: Plan) -> Layout:
+        buckets = tuple(
+            PlannedBucket(
+                tuple(bucket.indices),
+                bucket.plan.nbytes,
+                bucket.buffer.nbytes,
+                self.transport.is_shared(bucket.buffer),
+                str(bucket.plan.device),
+                str(bucket.plan.dtype).removeprefix("torch."),
+            )
+            for bucket in self.buckets
+        )
+        return Layout(tuple(spec.name for spec in self.specs), buckets, plan.sparse, self.as_view)
 
     def count_expected(self) -> list[int]:
         """For each bucket how many parameters are expected; one more number at the end for those without a bucket."""

@@ -111,6 +111,11 @@ class Reducer:
             )
         return self.round
 
+    def note_backward_ended(self) -> None:
+        """It has computed what it had to; what the round still has to do comes behind it."""
+        if self.round is not None:
+            self.round.note_backward_ended()
+
     def deliver_round(self) -> Exception | None:
         """All of it has left: runs it to the last gradient delivered.
 

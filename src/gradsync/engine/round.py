@@ -43,6 +43,7 @@ from gradsync.events import RoundClosed, RoundRecord
 from gradsync.guard import nonfinite, strict, unsynchronized
 from gradsync.guard.nonfinite import NonFiniteCheck
 from gradsync.guard.replicas import Comparison
+from gradsync.observe.ranges import ranged
 
 
 class Phase(Enum):
@@ -107,7 +108,7 @@ class Round:
         self._late_gradients: dict[int, Tensor] = {}
 
         self._failed: Exception | None = None  # of an optimizer in backward
-        self._record = RoundRecord()
+        self._record = RoundRecord(config.comm_hook is not None, config.stepper is not None)
         self._finite = None if config.options.on_nonfinite == "ignore" else NonFiniteCheck()
         self.nonfinite: NonFiniteGradientError | None = None
         """To be raised when all is over: it is the same on all ranks."""
@@ -182,6 +183,12 @@ class Round:
     @torch.no_grad()
     def _launch(self, number: int, flags: Sequence[bool] = (), overlaps: bool = False) -> None:
         """Hands one bucket to the transport. `flags`: what concerns the whole round, with the last one."""
+        with ranged("launch", number):
+            self._send(number, flags)
+        self._record.bucket_launched(number, overlaps)
+        self._notice_reduced()
+
+    def _send(self, number: int, flags: Sequence[bool]) -> None:
         group, config, scaling = self._group, self._config, self.scaling
         bucket = group.buckets[number]
         last = number == len(group.buckets) - 1
@@ -204,8 +211,6 @@ class Round:
         except BaseException:
             self._give_back(bucket, taken)
             raise
-        self._record.bucket_launched(number, overlaps)
-        self._notice_reduced()
 
     def _give_back(self, bucket: Bucket, taken: Taken) -> None:
         """It could not leave. What lies in the bucket itself, a communication hook may have changed: that is lost."""
@@ -236,6 +241,10 @@ class Round:
 
     # --- the end of backward ---------------------------------------------------------------------
 
+    def note_backward_ended(self) -> None:
+        """Also of a round that no backward has opened: it begins to leave."""
+        self._record.backward_ended()
+
     @torch.no_grad()
     def launch_rest(self, others: Sequence[Lockstep] = ()) -> None:
         """Launches what has not left yet, the last bucket with what concerns the whole round.
@@ -243,10 +252,12 @@ class Round:
         `others`: of modules with a round in the same backward. If it raises, the round stays open, to be abandoned.
         """
         group = self._group
+        self.note_backward_ended()
         if not self._detached:
             group.fold_in()
         if group.plan is None:
-            self._make_plan(others)
+            with ranged("plan"):
+                self._make_plan(others)
         assert group.plan is not None
         self._late_gradients |= {index: self._take_late(index) for index in sorted(self._late)}
         for index, gradient in self._late_gradients.items():
@@ -348,6 +359,11 @@ class Round:
 
     def _deliver(self, flight: InFlight) -> None:
         """Gives the parameters of a reduced bucket their gradients."""
+        with ranged("deliver", flight.number):
+            self._hand_out(flight)
+        self._record.bucket_delivered(flight.number)
+
+    def _hand_out(self, flight: InFlight) -> None:
         group = self._group
         used = deliver(flight, self._holders, self.scaling, group.as_view, self._config.see_reduced)
         group.gradients.delivered(flight, used, self._earlier)
@@ -358,7 +374,6 @@ class Round:
             group.mark_clean(indices)  # the guard lets the step pass
             with unsynchronized.trusted():
                 self._config.stepper([group.parameters[index] for index in indices])
-        self._record.bucket_delivered(flight.number)
 
     def _await(self, flight: InFlight) -> None:
         """Returns when it is reduced; raises if it was none of this round."""
@@ -498,7 +513,20 @@ class Round:
         sent = [flight for flight in self.flights.launched if flight.is_sent]
         traffic = {flight.number: flight.work.traffic() for flight in sent}
         nbytes = sum(flight.bucket.plan.nbytes for flight in sent)
-        return self._record.closed(self.identity.number, nbytes, traffic, self.order)
+        unused = self._without_gradient(sent)
+        return self._record.closed(self.identity.number, nbytes, traffic, self.order, unused, self._group.layout)
+
+    def _without_gradient(self, sent: Sequence[InFlight]) -> list[int]:
+        """Parameters that this rank brought nothing for, be it from this backward or from earlier ones."""
+        group = self._group
+        assert group.plan is not None
+        are_all = len(sent) == len(group.buckets) and not group.plan.sparse
+        if are_all and all(one.taken.used is one.bucket.all_used for one in sent):  # the usual case
+            return []
+        flags = ((one.bucket.indices, one.taken.used) for one in sent)
+        used = {index for indices, used in flags for index, is_used in zip(indices, used, strict=True) if is_used}
+        used |= self._late_gradients.keys() | self._dirty.intersection(group.plan.sparse)
+        return [index for index in range(len(group.parameters)) if index not in used]
 
     # --- rounds that come to nothing -------------------------------------------------------------
 

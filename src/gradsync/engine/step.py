@@ -6,7 +6,6 @@ together in `backward_rounds.py`.
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable, Iterable, MutableMapping, Sequence, Set
 from functools import partial
@@ -32,6 +31,7 @@ from gradsync.errors import NoProcessGroupError, ParametersChangedError, Unfinis
 from gradsync.events import Recorder
 from gradsync.guard import unsynchronized
 from gradsync.guard.replicas import Comparison
+from gradsync.observe.ranges import ranged
 from gradsync.observe.stopwatch import Stopwatch
 from gradsync.transport.base import Transport
 
@@ -358,7 +358,6 @@ class TrainingStep:
 
         If it is interrupted (Ctrl-C) while it waits, the round stays: `discard_round` ends it before the next one.
         """
-        ended_at = time.perf_counter()
         assert self.reducer.round is not None
         if self.reducer.round.phase is Phase.OVER:  # the ranks found out in the middle of it that they differ
             self.reducer.drop_round()
@@ -371,7 +370,8 @@ class TrainingStep:
             try:
                 if (stepper := self.reducer.config.stepper) is not None:
                     stepper.round_closed(self.transport)
-                self.buffers.round_closed()
+                with ranged("buffers"):
+                    self.buffers.round_closed()
                 if self.joining is not None:
                     self.joining.round_closed()
             except Exception as error:
@@ -385,9 +385,7 @@ class TrainingStep:
         if failed is not None:
             raise failed
         if event is not None:
-            event = event._replace(
-                forward_at=self.stopwatch.forward_at, backward_ended_at=ended_at, before=self.stopwatch.take()
-            )
+            event = event._replace(forward_at=self.stopwatch.forward_at, before=self.stopwatch.take())
             for recorder in self._recorders:
                 recorder(event)
         if nonfinite is not None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from time import perf_counter
 
 from gradsync.events import BACKWARD, FORWARD, OPTIMIZER, PhaseSeconds, Span
+from gradsync.observe.ranges import OpenRange
 
 
 class Stopwatch:
@@ -18,12 +19,14 @@ class Stopwatch:
         self.forward_at = 0.0
         """The latest forward began."""
         self._is_forward = False
+        self._range = OpenRange(FORWARD)
         self._backward_at = 0.0
         self._stepped_at = 0.0
         self._seconds = dict.fromkeys((FORWARD, BACKWARD, OPTIMIZER), 0.0)
         self._listeners: tuple[Callable[[Span], None], ...] = ()
 
     def forward_begins(self) -> None:
+        self._range.begin()
         self.forward_at, self._is_forward = perf_counter(), True
 
     def forward_ended(self) -> None:
@@ -31,6 +34,7 @@ class Stopwatch:
         if self._is_forward:  # not a recomputation inside backward
             self._is_forward = False
             self._ended(FORWARD, self.forward_at)
+            self._range.end()
 
     def backward_begins(self) -> None:
         """One that only accumulates."""

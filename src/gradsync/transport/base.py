@@ -118,6 +118,9 @@ class Transport(Protocol):
         Ranks may have to do this together. The memory lives as long as a tensor over it.
         """
 
+    def is_shared(self, buffer: Tensor) -> bool:
+        """Whether other ranks see this memory, which `allocate` gave."""
+
     def reduce(self, buffer: Tensor, scale: float, label: Label = UNLABELLED) -> Work:
         """Starts replacing `buffer` on every rank by the sum over the ranks of `scale * buffer`.
 

@@ -63,6 +63,9 @@ class SharedMemoryTransport:
     def allocate(self, requests: Sequence[Request]) -> list[Tensor]:
         return self._buffers.allocate(requests, otherwise=self._group.allocate)
 
+    def is_shared(self, buffer: Tensor) -> bool:
+        return self._buffers.find(buffer) is not None
+
     def reduce(self, buffer: Tensor, scale: float, label: Label = UNLABELLED) -> Work:
         found = self._buffers.find(buffer)
         if found is None:
