@@ -50,7 +50,7 @@ class BucketTimes(NamedTuple):
 
     number: int  # in the plan
     ready_at: float  # the last of its gradients was there
-    launched_at: float
+    launched_at: float  # its gradients begin to be copied in, to leave at once
     reduced_at: float  # as this rank noticed: at the next launch, or when it waited for it
     awaited_at: float  # from here to `reduced_at` the rank did nothing but wait for it; 0.0: it did not have to
     delivered_at: float  # in `.grad`
@@ -125,10 +125,10 @@ class RoundRecord:
         """All of its gradients are there; it may not be its turn."""
         self._ready[number] = time.perf_counter()
 
-    def bucket_launched(self, number: int, overlaps: bool) -> None:
-        """`overlaps`: backward still computes."""
-        self._launched[number] = now = time.perf_counter()
-        self._first_launch_at = self._first_launch_at or now
+    def bucket_launched(self, number: int, overlaps: bool, since: float) -> None:
+        """It has left; `since`: it began to, its gradients were copied in; `overlaps`: backward still computes."""
+        self._launched[number] = since
+        self._first_launch_at = self._first_launch_at or since
         self._overlapped += overlaps
 
     def bucket_reduced(self, number: int, awaited_since: float = 0.0) -> None:

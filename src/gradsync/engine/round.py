@@ -183,9 +183,10 @@ class Round:
     @torch.no_grad()
     def _launch(self, number: int, flags: Sequence[bool] = (), overlaps: bool = False) -> None:
         """Hands one bucket to the transport. `flags`: what concerns the whole round, with the last one."""
+        began = time.perf_counter()
         with ranged("launch", number):
             self._send(number, flags)
-        self._record.bucket_launched(number, overlaps)
+        self._record.bucket_launched(number, overlaps, began)
         self._notice_reduced()
 
     def _send(self, number: int, flags: Sequence[bool]) -> None:

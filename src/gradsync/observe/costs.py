@@ -27,11 +27,12 @@ class Costs:
     optimizer: float = 0.0
     """Steps since the round before: those that used its gradients."""
     communication: float = 0.0
-    """While at least one bucket was under way: from its launch until this rank noticed that it was reduced."""
+    """While at least one bucket was under way: from when its gradients were copied in, to leave, until this rank saw
+    that it was reduced."""
     exposed: float = 0.0
     """What of that came after backward had ended: the step would be that much shorter if nothing had to travel."""
     finishing: float = 0.0
-    """The rest of the round after backward: last gradients copied in, all delivered, buffers, replicas compared."""
+    """The rest of the round after backward: gradients delivered, buffers, replicas compared; in the first, the plan."""
     waited: float = 0.0
     """What of `communication` this rank did nothing in but wait for its peers."""
     sent: int = 0

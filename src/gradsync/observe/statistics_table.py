@@ -16,6 +16,8 @@ _MOST_NAMES = 8
 _MOST_RANKS = 4
 _WIDEST_NAME = 40
 _NOTHING = "–"
+_CELL = "padding:.1em .7em"
+_FRAME = "border-collapse:collapse;margin:0 0 1em 0"
 # Parts of a step, in its order.
 _PHASES = {
     "forward": "forward",
@@ -66,22 +68,25 @@ def as_html(report: Report) -> str:
     """By itself: no style sheet, no script, nothing fetched."""
     tables = "".join(map(_html_table, _tables(report)))
     facts = "".join(
-        f'<tr><th style="text-align:left;vertical-align:top">{escape(name)}</th>'
-        f'<td style="text-align:left">{escape(text)}</td></tr>'
+        f'<tr><th style="text-align:left;vertical-align:top;{_CELL}">{escape(name)}</th>'
+        f'<td style="text-align:left;{_CELL}">{escape(text)}</td></tr>'
         for name, text in _facts(report)
     )
-    return f"<div><p><b>{escape(_title(report))}</b></p>{tables}<table>{facts}</table></div>"
+    title = f"<p><b>{escape(_title(report))}</b></p>"
+    return f'<div style="overflow-x:auto">{title}{tables}<table style="{_FRAME}">{facts}</table></div>'
 
 
 def _html_table(table: Table) -> str:
-    styles = [f"text-align:{'left' if at in table.words else 'right'};white-space:pre" for at in range(len(table.head))]
+    aligned = ["left" if at in table.words else "right" for at in range(len(table.head))]
+    styles = [f"text-align:{side};{_CELL};white-space:pre" for side in aligned]
 
     def cells(tag: str, row: Sequence[str]) -> str:
         both = zip(row, styles, strict=True)
         return "".join(f'<{tag} style="{style}">{escape(cell)}</{tag}>' for cell, style in both)
 
     body = "".join(f"<tr>{cells('td', row)}</tr>" for row in table.rows)
-    return f"<table><thead><tr>{cells('th', table.head)}</tr></thead><tbody>{body}</tbody></table>"
+    head = f'<tr style="border-bottom:1px solid">{cells("th", table.head)}</tr>'
+    return f'<table style="{_FRAME}"><thead>{head}</thead><tbody>{body}</tbody></table>'
 
 
 def _aligned(table: Table) -> Iterator[str]:
@@ -98,8 +103,7 @@ def _aligned(table: Table) -> Iterator[str]:
 
 
 def _title(report: Report) -> str:
-    rounds = report.total.rounds
-    told = f"{rounds} round{'s' if rounds != 1 else ''}" if rounds else "no round yet"
+    told = units.count(report.total.rounds, "round") if report.total.rounds else "no round yet"
     return f"{report.module}, rank {report.rank} of {report.size}: {told}"
 
 
@@ -172,12 +176,10 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
     if latest is not None:
         yield "unused", _listed(latest.unused)
         if latest.idle_buckets:
-            yield "left out", f"{latest.idle_buckets} buckets that no rank had anything for"
+            yield "left out", f"{units.count(latest.idle_buckets, 'bucket')} that no rank had anything for"
     if report.sparse:
-        yield (
-            "sparse",
-            f"{report.sparse} gradients travel by themselves at the end of the round; their bytes are not counted",
-        )
+        travel = "gradient travels by itself" if report.sparse == 1 else "gradients travel by themselves"
+        yield "sparse", f"{report.sparse} {travel} at the end of the round; those bytes are not counted"
     if report.waited_for:
         yield "waited for", _waits(report.waited_for, report.waited_for_rounds)
     yield "memory", _memory(memory)
@@ -186,9 +188,15 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
     if report.on_host_only:
         yield "times", "of the host, which queues work for the accelerator and does not wait for it"
     if report.corrected_rounds:
-        yield "corrected", f"{report.corrected_rounds} rounds had a second pass for gradients that came late"
+        yield (
+            "corrected",
+            f"{units.count(report.corrected_rounds, 'round')} with a second pass for gradients that came late",
+        )
     if report.repaired_rounds:
-        yield "repaired", f"{report.repaired_rounds} rounds in which replicas were given the same parameters"
+        yield (
+            "repaired",
+            f"{units.count(report.repaired_rounds, 'round')} in which replicas were given the same parameters",
+        )
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -199,7 +207,7 @@ def _listed(names: Sequence[str]) -> str:
 def _waits(waited_for: Mapping[int, float], rounds: int) -> str:
     worst = list(waited_for.items())[:_MOST_RANKS]
     told = ", ".join(f"rank {rank} {units.seconds(seconds)}" for rank, seconds in worst)
-    return f"{told} by the others in the mean, in {rounds} rounds"
+    return f"{told} by the others in the mean, in {units.count(rounds, 'round')}"
 
 
 def _memory(memory: Memory) -> str:

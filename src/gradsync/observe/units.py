@@ -34,6 +34,10 @@ def share(part: float, whole: float) -> str:
     return "0 %" if not percent else f"{percent:.1f} %" if percent < 9.95 else f"{percent:.0f} %"
 
 
+def count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def _in_units(value: float, units: Sequence[tuple[float, str]]) -> str:
     if not value:
         return "0"
