@@ -8,6 +8,7 @@ from benchmarks.bandwidth import bandwidth
 from benchmarks.engine import engine
 from benchmarks.footprint import footprint
 from benchmarks.hosts import hosts
+from benchmarks.records import records
 from benchmarks.step import step
 from benchmarks.watch import watch
 
@@ -18,5 +19,5 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,  # a bug should show Python's own traceback
 )
-for subject in (step, hosts, bandwidth, footprint, engine, watch):
+for subject in (step, hosts, bandwidth, footprint, engine, watch, records):
     app.command()(subject)

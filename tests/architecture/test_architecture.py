@@ -111,7 +111,8 @@ def test_who_imports_whom(path: Path) -> None:
 @pytest.mark.parametrize("path", sorted(BENCHMARKS.glob("*.py")), ids=lambda path: path.name)
 def test_benchmarks_use_what_everybody_can_use(path: Path) -> None:
     public = {*PUBLIC, *GROUND, "gradsync", "cli", "transport"}  # transports are measured by themselves, too
-    assert _rooms_imported(path) <= public
+    inside = {"engine"} if path.name == "records.py" else set[str]()  # the engine without what it records
+    assert _rooms_imported(path) <= public | inside
 
 
 def test_the_plan_is_pure() -> None:
