@@ -59,14 +59,21 @@ class Nothing:
 _INSIDE = contextlib.nullcontext()
 
 
+def _notice_nothing(_: object) -> None: ...
+
+
+def _not_ranged(*_: object) -> contextlib.AbstractContextManager[None]:
+    return _INSIDE
+
+
 @contextlib.contextmanager
 def unrecorded() -> Iterator[None]:
     """Inside, nobody reads a clock for rounds, asks for profilers, or looks whether buckets are back."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(rounds, "RoundRecord", Nothing))
-        stack.enter_context(mock.patch.object(flights.Flights, "take_noticed", lambda _: None))
+        stack.enter_context(mock.patch.object(flights.Flights, "take_noticed", _notice_nothing))
         for file in (backward_rounds, flights, rounds, step):
-            stack.enter_context(mock.patch.object(file, "ranged", lambda *_: _INSIDE))
+            stack.enter_context(mock.patch.object(file, "ranged", _not_ranged))
         yield
 
 
