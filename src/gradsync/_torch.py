@@ -41,7 +41,7 @@ A nested backward (reentrant checkpointing) has an id of its own.
 
 
 profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
-"""Whether a profiler of torch's takes down what this thread does (2.13: also `emit_nvtx`; 40 ns)."""
+"""Whether a profiler of torch's takes down what this thread does (2.13; 40 ns)."""
 
 
 def current_node() -> Node | None:
