@@ -15,7 +15,7 @@ SOURCE = Path(gradsync.__file__).parent
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 # They import nothing of ours but each other.
-GROUND = {"errors", "arguments", "options", "events", "launchers", "restarts", "_torch", "_version"}
+GROUND = {"errors", "arguments", "options", "events", "launchers", "log", "restarts", "_torch", "_version"}
 # For each room or file at the top: what it may import besides itself and the ground floor.
 MAY_IMPORT = {
     "watch": set[str](),
@@ -202,6 +202,13 @@ assert not [name for name in new if name.startswith(("torch._inductor", "rich", 
 def test_importing_is_quiet() -> None:
     done = subprocess.run([sys.executable, "-c", QUIET], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_one_door_to_loggers() -> None:
+    """Records of another one would have no rank, and a format that asks for it would fail."""
+    for path in _files():
+        if path.name != "log.py":
+            assert "getLogger" not in path.read_text(), f"{path}: ask gradsync.log for a logger"
 
 
 def test_every_folder_of_the_house_says_what_it_is() -> None:
