@@ -20,7 +20,7 @@ add(
 
 # Read by `gradsync.cli.main` itself; here for the list of commands.
 def run(arguments: list[str] = typer.Argument(None)) -> None:
-    """Train an unchanged script on gradsync's engine: torchrun, with torch's data parallelism replaced."""
+    """Train an unchanged script on gradsync's engine."""
     from gradsync import run as launcher
 
     launcher.main(arguments or [], prog="gradsync run")

@@ -6,10 +6,12 @@ standard output, and everything else on standard error; `--json FILE` writes it 
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
@@ -91,8 +93,10 @@ def make_app(name: str, about: str, completion: bool = True) -> typer.Typer:
 
 
 def add(app: typer.Typer, command: Callable[..., None], *examples: str, **more: Any) -> None:
-    """With examples of how it is called, for `--help`."""
-    app.command(cls=Command, epilog="\n".join(examples), **more)(command)
+    """With examples of how it is called, for `--help`. The rest of that is its docstring, in paragraphs."""
+    paragraphs = inspect.cleandoc(command.__doc__ or "").split("\n\n")
+    about = "\n\n".join(" ".join(one.split()) for one in paragraphs)
+    app.command(cls=Command, help=about, epilog="\n".join(examples), **more)(command)
 
 
 class Output:
@@ -111,6 +115,13 @@ class Output:
     def file(self) -> Path | None:
         return None if self._to in ("", STDOUT) else Path(self._to)
 
+    def working(self, line: str) -> AbstractContextManager[object]:
+        """Inside, something takes its time: a line that is alive on a terminal."""
+        if self.console.is_terminal and not self.console.is_dumb_terminal:
+            return self.console.status(Text(line), spinner="dots")
+        self.say(line)
+        return nullcontext()
+
     def write(self, result: Mapping[str, Any]) -> None:
         """Once, at the end."""
         if self.file is not None:
@@ -118,6 +129,15 @@ class Output:
             self.say(f"wrote {self.file}")
         elif self._to == STDOUT:
             sys.stdout.write(json.dumps(result, indent=2) + "\n")
+            sys.stdout.flush()
+
+    def add_line(self, line: str) -> None:
+        """Of a result that comes line by line; each is there at once."""
+        if self.file is not None:
+            with self.file.open("a", encoding="utf-8") as file:
+                file.write(f"{line}\n")
+        elif self._to == STDOUT:
+            sys.stdout.write(f"{line}\n")
             sys.stdout.flush()
 
     def say(self, line: str, style: str = "") -> None:

@@ -25,10 +25,11 @@ def doctor(
     limit: float = typer.Option(LIMIT, min=1.0, help="Seconds to wait for ranks, before they are called missing."),
     json: str = typer.Option("", metavar="[FILE]", help=JSON_HELP),
 ) -> None:
-    """Look at this machine before training: versions, limits, threads, shared memory, bandwidth, and what to do.
+    """Look at this machine before training, and say what to do.
 
-    Real ranks are started and try what a training does. Inside a job (torchrun, srun, mpirun) its ranks are looked at
-    instead, on all hosts, and rank 0 reports. The exit code is 1 if training would not work; warnings don't count.
+    Versions, limits, memory, threads; real ranks are started, share memory and measure, as a training does. Inside a
+    job (torchrun, srun, mpirun) its ranks are looked at instead, on all hosts, and rank 0 reports. The exit code is 1
+    if training would not work; warnings don't count.
     """
     world, problem = consultation.launched(os.environ)
     if world is not None and ranks is not None:
@@ -38,8 +39,8 @@ def doctor(
     try:
         with launch.interruptible():
             if world is None:
-                output.say(f"trying {count(ranks or DEFAULT, 'rank')} on this machine")
-                seen.append(consultation.on_this_machine(ranks or DEFAULT, limit, problem, seen.append))
+                with output.working(f"trying {count(ranks or DEFAULT, 'rank')} on this machine"):
+                    seen.append(consultation.on_this_machine(ranks or DEFAULT, limit, problem, seen.append))
             elif (job := consultation.in_a_job(world, limit, seen.append)) is not None:
                 seen.append(job)
             else:
