@@ -52,7 +52,7 @@ def _refuse(error: Any, program: str | None) -> int:
         return BAD_INPUT
     name = context.command_path if context is not None else program or "gradsync"
     said = " ".join(error.format_message().split()).rstrip(".")
-    typer.echo(f"{name}: {said}. See {name} --help", err=True)
+    typer.echo(f"{name}: {said}{'' if said.endswith('?') else '.'} See {name} --help", err=True)
     return BAD_INPUT
 
 
