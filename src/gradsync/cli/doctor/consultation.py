@@ -69,8 +69,11 @@ def in_a_job(world: launchers.World, limit: float, hear: Heard) -> Job | None:
     store.set(f"{_FACTS}{world.rank}", mine.to_json())
     if world.rank == 0:
         return _as_first(world, store, limit, hear)
-    if not _await(store, [_GO], limit + _LATER) and store.get(_GO) == b"yes":
-        store.set(f"{_ATTEMPT}{world.rank}", _try_one(world, limit).to_json())
+    try:
+        if not _await(store, [_GO], limit + _LATER) and store.get(_GO) == b"yes":
+            store.set(f"{_ATTEMPT}{world.rank}", _try_one(world, limit).to_json())
+    except RuntimeError:
+        raise Unreachable(f"rank {world.rank}: rank 0 has ended meanwhile. See what it says, or its launcher") from None
     return None
 
 
