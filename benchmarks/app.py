@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import typer
+from collections.abc import Callable
 
 from benchmarks.bandwidth import bandwidth
 from benchmarks.engine import engine
@@ -11,13 +11,19 @@ from benchmarks.hosts import hosts
 from benchmarks.records import records
 from benchmarks.step import step
 from benchmarks.watch import watch
+from gradsync.cli.style import add, make_app
 
-app = typer.Typer(
-    name="benchmarks",
-    help="Measure gradsync beside torch's ways and MPI.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,  # a bug should show Python's own traceback
-)
-for subject in (step, hosts, bandwidth, footprint, engine, watch, records):
-    app.command()(subject)
+PROGRAM = "python -m benchmarks"
+EXAMPLES: dict[Callable[..., None], tuple[str, ...]] = {
+    step: ("step --quick", "step --ranks 2 --models gpt,mlp --contenders shared_memory --json gpt.json"),
+    hosts: ("hosts --ranks 2 --rates 1gbit", "hosts --hosts 3 --models mlp,gpt --repetitions 3"),
+    bandwidth: ("bandwidth", "bandwidth --ranks 4 --sizes 1,32 --json"),
+    footprint: ("footprint", "footprint --width 0 --repetitions 3"),
+    engine: ("engine", "engine --ranks 4 --parameters 100,1000"),
+    watch: ("watch", "watch --ranks 4 --repetitions 50"),
+    records: ("records", "records --ranks 4 --repetitions 50"),
+}
+
+app = make_app(PROGRAM, "Measure gradsync beside torch's ways and MPI.", completion=False)
+for subject, examples in EXAMPLES.items():
+    add(app, subject, *(f"{PROGRAM} {example}" for example in examples))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import Machine
@@ -79,7 +77,7 @@ class BandwidthResult:
             ),
         ]
 
-    def write(self, path: Path) -> None:
+    def to_dict(self) -> dict[str, Any]:
         tracks = [track.to_dict() for track in self.tracks]
         targets = [target.to_dict() for target in self.targets()]
-        path.write_text(json.dumps({**asdict(self), "tracks": tracks, "targets": targets}, indent=2) + "\n", "utf-8")
+        return {**asdict(self), "tracks": tracks, "targets": targets}

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from statistics import median
+from typing import Any
 
 from benchmarks.contenders import PLAIN, TORCH_BEST
 from benchmarks.machine import Machine
@@ -62,10 +61,10 @@ class Result:
     def of(self, ranks: int, parameters: int) -> list[Cost]:
         return [c for c in self.costs if c.ranks == ranks and c.parameters == parameters]
 
-    def write(self, path: Path) -> None:
+    def to_dict(self) -> dict[str, Any]:
         costs = [{**asdict(cost), "us_per_parameter": cost.us_per_parameter} for cost in self.costs]
         growths = [{**asdict(growth), "linear": growth.linear} for growth in self.growths]
-        path.write_text(json.dumps({**asdict(self), "costs": costs, "growths": growths}, indent=2) + "\n", "utf-8")
+        return {**asdict(self), "costs": costs, "growths": growths}
 
 
 def costs_of(ranks: int, parameters: int, rounds: Sequence[Times]) -> list[Cost]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from typing import Any
 
 from benchmarks.contenders import REPLICATE, TORCH_VIEWS, TRANSPORTS
 from benchmarks.machine import Machine
@@ -35,7 +34,7 @@ class Making:
 @dataclass(frozen=True, kw_only=True)
 class FootprintResult:
     ranks: int
-    importing: Spread  # seconds of `import gradsync` after `import torch`
+    importing: Spread | None  # seconds of `import gradsync` after `import torch`
     makings: list[Making]
     peaks: list[Peak]
     absent: dict[str, str]
@@ -48,7 +47,7 @@ class FootprintResult:
         """Memory is judged for the fastest transport that is there."""
         ours = next((peak for transport in TRANSPORTS if (peak := self.peak(transport.key))), None)
         theirs = self.peak(TORCH_VIEWS.key)
-        made = next(making for making in self.makings if making.contender == REPLICATE.key)
+        made = next((making for making in self.makings if making.contender == REPLICATE.key), None)
         both = (ours, theirs) if ours and theirs else None
         which = f"memory to torch DDP's with views, {(ours.contender if ours else 'gradsync').replace('_', ' ')}"
         return [
@@ -58,14 +57,13 @@ class FootprintResult:
                 value=both and both[0].proportional_mib / both[1].proportional_mib,
                 limit=1.0,
             ),
-            _milliseconds("replicate(GPT) beyond the broadcast, first time", made.first, 100),
+            _milliseconds("replicate(GPT) beyond the broadcast, first time", made.first if made else None, 100),
             _milliseconds("import gradsync, beyond torch's", self.importing, 50),
         ]
 
-    def write(self, path: Path) -> None:
-        targets = [target.to_dict() for target in self.targets()]
-        path.write_text(json.dumps({**asdict(self), "targets": targets}, indent=2) + "\n", "utf-8")
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "targets": [target.to_dict() for target in self.targets()]}
 
 
-def _milliseconds(name: str, seconds: Spread, limit: float) -> Target:
-    return Target(name=name, value=1e3 * seconds.median, limit=limit, unit=" ms")
+def _milliseconds(name: str, seconds: Spread | None, limit: float) -> Target:
+    return Target(name=name, value=1e3 * seconds.median if seconds else None, limit=limit, unit=" ms")

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import typer
+from rich.console import RenderableType
 
 from benchmarks import step_rank, step_table
 from benchmarks.contenders import PLAIN, TORCH
 from benchmarks.models import model
 from benchmarks.names import read_names, read_numbers, words_of
 from benchmarks.network import HostRanks, Network, NoNetwork
-from benchmarks.run import prepare
 from benchmarks.step import MODEL_KEYS, StepBench
 from benchmarks.step_result import Race, StepResult
 from benchmarks.tables import target_table
 from benchmarks.targets import Target
+from gradsync.cli.style import JSON_HELP
 
 CONTENDERS = [PLAIN.key, TORCH.key, "torch_best_25", "hierarchical", "process_group"]
 # To torch's DDP with its defaults, by (ranks on a host, rate).
@@ -29,11 +30,12 @@ def hosts(
     rates: list[str] = typer.Option(["1gbit,100mbit"], help="Speeds of each host's cable, as `tc` writes them."),
     models: list[str] = typer.Option(["mlp"], help=f"Some of {', '.join(MODEL_KEYS)}."),
     repetitions: int = typer.Option(7, min=1, help="Steps of each contender."),
-    json: Path = typer.Option(Path("bench-out/hosts.json"), help="Where all times and figures are written."),
+    json: Path = typer.Option(Path("bench-out/hosts.json"), metavar="[FILE]", help=JSON_HELP),
 ) -> None:
-    """Training steps on several hosts: torch's DDP, and gradsync with shared memory inside each host or without.
+    """Training steps on several hosts, beside torch's DDP.
 
-    The hosts are network namespaces, so this needs root and iproute2; they share this machine's cores.
+    gradsync has shared memory inside each host, or not. The hosts are network namespaces, so this needs root and
+    iproute2; they share this machine's cores.
     """
     job = HostsBench(
         hosts=hosts,
@@ -43,7 +45,6 @@ def hosts(
         repetitions=repetitions,
         json=json,
     )
-    prepare(json)
     raise typer.Exit(job.run())
 
 
@@ -52,38 +53,41 @@ class HostsBench(StepBench):
         self, *, hosts: int, ranks: list[int], rates: list[str], models: list[str], repetitions: int, json: Path
     ) -> None:
         super().__init__(
-            ranks=ranks, models=models, contenders=CONTENDERS, repetitions=repetitions, json=json, picture=json
+            ranks=ranks, models=models, contenders=CONTENDERS, repetitions=repetitions, json=json, picture=None
         )
         self.hosts = hosts
         self.rates = rates
 
     def measure(self) -> None:
-        began = time.monotonic()
-        parts, races = [], []
         try:
             for rate in self.rates:
                 for ranks in self.ranks:
                     with Network(self.hosts, rate) as network:
-                        these = [self._race_on(network, key, ranks, rate) for key in self.models]
-                    races += these
-                    parts.append(step_table.ratio_table(these, f"torch DDP ({rate})", lambda race: TORCH.key))
-                    parts.append(
-                        target_table(self._targets(these, ranks, rate), f"{self.hosts} x {ranks} ranks, {rate}")
-                    )
+                        for key in self.models:
+                            self._race_on(network, key, ranks, rate)
         except NoNetwork as error:
-            self.say(f"There can be no hosts here: {error}", style="bold red")
+            self.output.say(f"There can be no hosts here: {error}", "bold red")
             raise typer.Exit(1) from None
-        StepResult(races=races, seconds=time.monotonic() - began).write(self.json)
-        self.show(parts, [self.json])
 
-    def _race_on(self, network: Network, key: str, ranks: int, rate: str) -> Race:
+    def parts(self, result: StepResult) -> Iterable[RenderableType]:
+        for rate in self.rates:
+            for ranks in self.ranks:
+                where = self._where(ranks, rate)
+                if these := [race for race in result.races if race.where == where]:
+                    yield step_table.ratio_table(these, f"torch DDP ({rate})", lambda race: TORCH.key)
+                    yield target_table(self._targets(these, ranks, rate), where)
+
+    def _where(self, ranks: int, rate: str) -> str:
+        return f"{self.hosts} x {ranks} ranks, {rate}"
+
+    def _race_on(self, network: Network, key: str, ranks: int, rate: str) -> None:
         job = step_rank.Job(model=key, contenders=self.contenders, repetitions=self.repetitions)
-        total = ranks * self.hosts
+        total, where = ranks * self.hosts, self._where(ranks, rate)
         with (
-            self.progress.part(f"{model(key).name}, {self.hosts} x {ranks} ranks, {rate}", self.repetitions),
+            self.progress.part(f"{model(key).name}, {where}", self.repetitions),
             HostRanks(step_rank.MODULE, [job.to_json()], network=network, ranks=total) as started,
         ):
-            return self._listen(started, key, total)
+            self._listen(started, key, total, where)
 
     @staticmethod
     def _targets(races: list[Race], ranks: int, rate: str) -> list[Target]:

@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Iterator
 
 # Bytecode in a folder of our own: an installed package has it, a working copy may be kept from writing it.
 _CODE = """\
@@ -21,15 +21,12 @@ print(time.perf_counter() - began)
 """
 
 
-def import_seconds(repetitions: int, done: Callable[[], None]) -> list[float]:
-    """Each in a process of its own: what is imported once stays so. `done` is called after each."""
+def import_seconds(repetitions: int) -> Iterator[float]:
+    """Each in a process of its own: what is imported once stays so."""
     with tempfile.TemporaryDirectory() as folder:
         _import(folder)  # compiles
-        found = []
         for _ in range(repetitions):
-            found.append(_import(folder))
-            done()
-        return found
+            yield _import(folder)
 
 
 def _import(folder: str) -> float:

@@ -30,6 +30,8 @@ class BenchProgress:
         if not self._alive:
             self._console.print(f"measuring {name}", markup=False, soft_wrap=True)
             self._console.file.flush()
+        if self._task is not None:  # its bar stands above, and is not drawn again
+            self._bars.update(self._task, visible=False)
         self._task = self._bars.add_task(name, total=steps)
         with self._bars:
             yield

@@ -1,69 +1,97 @@
-"""A benchmark as a command: its console, its folder, and how it ends."""
+"""A benchmark as a command: its console, its files, and how it ends."""
 
 from __future__ import annotations
 
-import sys
+import time
 from collections.abc import Iterable
-from io import TextIOWrapper
 from pathlib import Path
+from typing import Any, Protocol
 
-import typer
 from rich.console import RenderableType
-from rich.text import Text
 
 from benchmarks.progress import BenchProgress
 from gradsync.cli import launch
-from gradsync.cli.display import make_console
 from gradsync.cli.launch import RankFailed
+from gradsync.cli.style import INTERRUPTED, Output, check_writable, write_json
 
-INTERRUPTED = 130  # what a shell reports for Ctrl-C
+KEEP_SECONDS = 1.0  # between two writings of what was measured so far
 
 
-def prepare(*files: Path) -> None:
-    """Their folders, writable, without the results of an earlier run."""
-    for file in files:
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.unlink(missing_ok=True)
-        except OSError as error:
-            raise typer.BadParameter(f"can't write {file}: {error.strerror}") from None
+class Result(Protocol):
+    """What was measured: frozen."""
+
+    def to_dict(self) -> dict[str, Any]: ...
 
 
 class BenchRun:
-    """One run, seen from the process that started it. Subjects fill in `measure`, which also shows and writes."""
+    """One run, seen from the process that started it. What was measured is written as it comes.
 
-    def __init__(self) -> None:
-        self.console = make_console()
+    Subjects fill in `measure`, which calls `keep` whenever there is more, and what can be said at any time: `so_far`,
+    `parts` and `draw`.
+    """
+
+    def __init__(self, json: Path, picture: Path | None = None) -> None:
+        self.output = Output(json)
+        self.console = self.output.console
         self.progress = BenchProgress(self.console)
+        self.picture = picture
+        self._kept = 0.0
+        if picture is not None:
+            check_writable(picture, "--picture")
 
     def measure(self) -> None:
         raise NotImplementedError
 
+    def so_far(self) -> Any:
+        """The `Result` of what was measured up to now; None if that is nothing."""
+        raise NotImplementedError
+
+    def parts(self, result: Any) -> Iterable[RenderableType]:
+        """As tables."""
+        raise NotImplementedError
+
+    def draw(self, result: Any, path: Path) -> None:
+        """Where there is a picture."""
+        raise NotImplementedError
+
     def run(self) -> int:
         """Returns the exit code."""
-        if isinstance(sys.stdout, TextIOWrapper):
-            sys.stdout.reconfigure(errors="replace")  # where there is no UTF-8, ? is better than a traceback
-        try:
-            with launch.interruptible():
+        with launch.interruptible():
+            try:
                 self.measure()
-                return 0
-        except KeyboardInterrupt:
-            self.say("Stopped; all ranks have ended, nothing was written.")
-            return INTERRUPTED
-        except RankFailed as failed:
-            self.say(f"{failed}; the others were stopped.", style="bold red")
-            self.say(failed.words)
-            return 1
+            except KeyboardInterrupt:
+                self._finish(is_complete=False)
+                self.output.say("Interrupted; all ranks have ended.", "bold yellow")
+                return INTERRUPTED
+            except RankFailed as failed:
+                self._finish(is_complete=False)
+                self.output.say(f"{failed}; the others were stopped.", "bold red")
+                self.output.say(failed.words)
+                return 1
+            self._finish(is_complete=True)
+            return 0
 
-    def show(self, parts: Iterable[RenderableType], files: Iterable[Path]) -> None:
-        """Tables, each after an empty line, and which files were written."""
-        for part in parts:
-            self.say("")
+    def keep(self) -> None:
+        """What was measured so far is in the file, should this process end."""
+        now = time.monotonic()
+        if self.output.file is not None and now - self._kept > KEEP_SECONDS:
+            result: Result | None = self.so_far()
+            if result is not None:
+                write_json(self.output.file, {"complete": False, **result.to_dict()})
+            self._kept = now
+
+    def _finish(self, is_complete: bool) -> None:
+        result: Result | None = self.so_far()
+        if result is None:
+            self.output.say("Nothing was measured.")
+            return
+        for part in self.parts(result):
+            self.output.say("")
             self.console.print(part)
-        self.say("")
-        for file in files:
-            self.say(f"wrote {file}")
-
-    def say(self, line: str, style: str = "") -> None:
-        """`Text`, not a string: brackets in what ranks say are not markup."""
-        self.console.print(Text(line, style=style), soft_wrap=True)
+        self.output.say("")
+        if not is_complete:
+            self.output.say("Not all was measured. What was:")
+        if self.picture is not None:
+            self.draw(result, self.picture)
+            self.output.say(f"wrote {self.picture}")
+        self.output.write({"complete": is_complete, **result.to_dict()})

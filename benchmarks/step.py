@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import typer
+from rich.console import RenderableType
 
 from benchmarks import mpi_ranks, step_picture, step_rank, step_table
 from benchmarks.contenders import IN_STEP, PLAIN, TORCH, contender
 from benchmarks.models import MODELS, model
 from benchmarks.names import read_names, read_numbers
 from benchmarks.ratios import slowest
-from benchmarks.run import BenchRun, prepare
+from benchmarks.run import BenchRun
 from benchmarks.step_result import Race, StepResult
 from gradsync.cli.launch import Ranks
+from gradsync.cli.style import JSON_HELP
 
 QUICK_REPETITIONS = 6
 MODEL_KEYS = [one.key for one in MODELS]
@@ -32,14 +35,15 @@ def step(
     ),
     repetitions: int = typer.Option(25, min=1, help="Steps of each contender on each model."),
     quick: bool = typer.Option(False, "--quick", help=f"{QUICK_REPETITIONS} repetitions: to see that it works."),
-    json: Path = typer.Option(Path("bench-out/step.json"), help="Where all times and figures are written."),
+    json: Path = typer.Option(Path("bench-out/step.json"), metavar="[FILE]", help=JSON_HELP),
     picture: Path = typer.Option(Path("bench-out/step.png"), help="Where the picture is written."),
 ) -> None:
-    """Whole training steps of five models: no communication, torch's ways, MPI (if installed), gradsync's fronts.
+    """Whole training steps, beside torch's ways and MPI.
 
-    Contenders take turns step by step in the same processes, in a balanced order; figures are medians of ratios within
-    a repetition. One whose gradients are not those of torch's DDP is reported as wrong and not timed. Lists are
-    written as a,b or by giving the option several times.
+    Five models: without communication, torch's ways, MPI (if installed), gradsync's fronts. Contenders take turns
+    step by step in the same processes, in a balanced order; figures are medians of ratios within a repetition. One
+    whose gradients are not those of torch's DDP is reported as wrong and not timed. Lists are written as a,b or by
+    giving the option several times.
     """
     chosen = read_names(contenders, CONTENDER_KEYS, "--contenders")
     needed = (PLAIN.key, TORCH.key)
@@ -51,7 +55,6 @@ def step(
         json=json,
         picture=picture,
     )
-    prepare(json, picture)
     raise typer.Exit(job.run())
 
 
@@ -64,50 +67,58 @@ class StepBench(BenchRun):
         contenders: list[str],
         repetitions: int,
         json: Path,
-        picture: Path,
+        picture: Path | None,
     ) -> None:
-        super().__init__()
+        super().__init__(json, picture)
         self.ranks = ranks
         self.models = models
         self.contenders = contenders
         self.repetitions = repetitions
-        self.json = json
-        self.picture = picture
+        self._races: list[Callable[[], Race | None]] = []
+        self._began = time.monotonic()
 
     def measure(self) -> None:
-        began = time.monotonic()
-        races = [self._race(key, ranks) for ranks in self.ranks for key in self.models]
-        result = StepResult(races=races, seconds=time.monotonic() - began)
-        result.write(self.json)
-        step_picture.draw(result, self.picture)
-        self.show(step_table.parts(result), [self.picture, self.json])
+        for ranks in self.ranks:
+            for key in self.models:
+                self._race(key, ranks)
 
-    def _race(self, key: str, ranks: int) -> Race:
+    def so_far(self) -> StepResult | None:
+        races = [race for get in self._races if (race := get()) is not None]
+        return StepResult(races=races, seconds=time.monotonic() - self._began) if races else None
+
+    def parts(self, result: StepResult) -> Iterable[RenderableType]:
+        return step_table.parts(result)
+
+    def draw(self, result: StepResult, path: Path) -> None:
+        step_picture.draw(result, path)
+
+    def _race(self, key: str, ranks: int) -> None:
         job = step_rank.Job(model=key, contenders=self.contenders, repetitions=self.repetitions)
         with (
             self.progress.part(f"{model(key).name}, ranks: {ranks}", self.repetitions),
             self._ranks()(step_rank.MODULE, [job.to_json()], ranks=ranks) as started,
         ):
-            return self._listen(started, key, ranks)
+            self._listen(started, key, ranks)
 
-    def _listen(self, started: Ranks, key: str, ranks: int) -> Race:
-        times: dict[int, list[dict[str, float]]] = defaultdict(list)
-        field = {}
+    def _listen(self, started: Ranks, key: str, ranks: int, where: str = "") -> None:
+        times: dict[int, list[dict[str, float]]] = {rank: [] for rank in range(ranks)}
+        field: dict[str, Any] = {}
+
+        def race() -> Race | None:
+            """Of the repetitions that all ranks have told of by now."""
+            repetitions = [slowest(by_rank) for by_rank in zip(*times.values(), strict=False)]
+            told: dict[str, Any] = {name: field.get(name) for name in ("parameters", "absent", "wrong")}
+            return Race(ranks=ranks, model=key, repetitions=repetitions, where=where, **told) if repetitions else None
+
+        self._races.append(race)
         for rank, record in started.reports():
             if record["event"] == "field":
-                field = record
+                field.update(record)
                 continue
             times[rank].append(record["times"])
             if rank == 0:
                 self.progress.step()
-        return Race(
-            ranks=ranks,
-            model=key,
-            parameters=field["parameters"],
-            repetitions=[slowest(by_rank) for by_rank in zip(*times.values(), strict=True)],
-            absent=field["absent"],
-            wrong=field["wrong"],
-        )
+            self.keep()
 
     def _ranks(self) -> type[Ranks]:
         """Those of an MPI world only where somebody needs it."""

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from benchmarks.contenders import IN_STEP, PLAIN, TRANSPORTS, WRAPPER, Family
@@ -24,6 +22,7 @@ class Race:
     repetitions: list[dict[str, float]]  # contender -> seconds on the slowest rank
     absent: dict[str, str]  # contender -> why
     wrong: dict[str, str]  # contender -> what is wrong with its gradients
+    where: str = ""  # if not on one host
 
     @property
     def measured(self) -> list[str]:
@@ -72,10 +71,10 @@ class StepResult:
     def targets(self) -> dict[int, list[Target]]:
         return {ranks: targets_of(self.of(ranks)) for ranks in self.ranks}
 
-    def write(self, path: Path) -> None:
+    def to_dict(self) -> dict[str, Any]:
         targets = {ranks: [target.to_dict() for target in them] for ranks, them in self.targets().items()}
         races = [race.to_dict() for race in self.races]
-        path.write_text(json.dumps({**asdict(self), "races": races, "targets": targets}, indent=2) + "\n", "utf-8")
+        return {**asdict(self), "races": races, "targets": targets}
 
 
 def judged(races: Sequence[Race]) -> str:

@@ -2,94 +2,82 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import statistics
-import threading
-import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 import typer
+from rich.console import RenderableType
+from rich.table import Table
 
-import gradsync
-from benchmarks.models import model
+from benchmarks import watch_rank
+from benchmarks.run import BenchRun
+from benchmarks.tables import make_table
+from benchmarks.watch_result import WatchCost, WatchResult
+from gradsync.cli.display import count
+from gradsync.cli.launch import Ranks
+from gradsync.cli.style import JSON_HELP
 
-VARIABLE = "GRADSYNC_WATCH"
-THREAD = "gradsync-watch"
+TRANSPORTS = ("shared_memory", "process_group")
 
 
 def watch(
     ranks: int = typer.Option(2, min=2, help="Processes, each with one thread."),
     repetitions: int = typer.Option(200, min=2, help="Pairs of steps."),
+    json: Path = typer.Option(Path("bench-out/watch.json"), metavar="[FILE]", help=JSON_HELP),
 ) -> None:
-    """Steps of the GPT with the watch and without it, in turns: the median ratio, and what its thread takes."""
-    for transport in ("shared_memory", "process_group"):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        mp.spawn(run_rank, (ranks, port, transport, repetitions), nprocs=ranks)  # type: ignore[attr-defined, no-untyped-call]
+    """Steps of the GPT with the watch between ranks, and without it.
+
+    In turns: the median ratio, and what the watch's thread takes.
+    """
+    raise typer.Exit(WatchBench(ranks, repetitions, json).run())
 
 
-def run_rank(rank: int, ranks: int, port: int, transport: Any, repetitions: int) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
-    contenders = [make(transport, flag) for flag in ("1", "0")]
-    for step in range(4):
-        for contender in contenders:
-            train(contender, step)
-    on_cpu, began = thread_seconds(), time.monotonic()
-    mine, on_core = [], []
-    for step in range(repetitions):
-        times, cores = [0.0, 0.0], [0.0, 0.0]
-        for which in (0, 1) if step % 2 else (1, 0):
-            times[which], cores[which] = train(contenders[which], step)
-        mine.append(times)
-        on_core.append(cores[0] / cores[1])
-    share = (thread_seconds() - on_cpu) / (time.monotonic() - began)
-    of_all: list[Any] = [None] * ranks
-    dist.all_gather_object(of_all, mine)
-    if rank == 0:
-        slowest = [[max(times) for times in zip(*pair, strict=True)] for pair in zip(*of_all, strict=True)]
-        ratios = [with_it / without for with_it, without in slowest]
-        print(  # noqa: T201
-            f"{transport}, {ranks} ranks, {repetitions} pairs: with / without: time {figure(ratios)}, the training "
-            f"thread's time on a core {figure(on_core)}; the watch's thread is on a core for {share:.4%} of the time",
-            flush=True,
+class WatchBench(BenchRun):
+    def __init__(self, ranks: int, repetitions: int, json: Path) -> None:
+        super().__init__(json)
+        self.ranks = ranks
+        self.repetitions = repetitions
+        self._told: dict[str, dict[int, list[dict[str, Any]]]] = {}
+
+    def measure(self) -> None:
+        for transport in TRANSPORTS:
+            told = self._told[transport] = {rank: [] for rank in range(self.ranks)}
+            job = watch_rank.Job(transport=transport, repetitions=self.repetitions)
+            with (
+                self.progress.part(f"{transport}, {count(self.ranks, 'rank')}", self.repetitions),
+                Ranks(watch_rank.MODULE, [job.to_json()], ranks=self.ranks) as started,
+            ):
+                for rank, record in started.reports():
+                    told[rank].append(record)
+                    if rank == 0:
+                        self.progress.step()
+                    self.keep()
+
+    def so_far(self) -> WatchResult | None:
+        costs = [self._cost(transport) for transport in self._told]
+        known = [cost for cost in costs if len(cost.ratios) > 1]
+        return WatchResult(ranks=self.ranks, costs=known) if known else None
+
+    def _cost(self, transport: str) -> WatchCost:
+        """From the pairs of steps that all ranks have told of. A step takes as long as on the slowest."""
+        pairs = list(zip(*self._told[transport].values(), strict=False))
+        slowest = [[max(one["times"][which] for one in pair) for which in (0, 1)] for pair in pairs]
+        return WatchCost(
+            transport=transport,
+            ratios=[with_it / without for with_it, without in slowest],
+            core_ratios=[pair[0]["cores"][0] / pair[0]["cores"][1] for pair in pairs],
+            thread_share=pairs[-1][0]["share"] if pairs else 0.0,
         )
-    dist.barrier()
+
+    def parts(self, result: WatchResult) -> Iterable[RenderableType]:
+        yield table(result)
 
 
-def figure(ratios: list[float]) -> str:
-    """The median, and how far it may be off, if they were normal."""
-    lower, _, upper = statistics.quantiles(ratios, n=4)
-    return f"{statistics.median(ratios):.4f} ± {1.25 * (upper - lower) / 1.35 / len(ratios) ** 0.5:.4f}"
-
-
-def make(transport: Any, flag: str) -> Any:
-    os.environ[VARIABLE] = flag
-    torch.manual_seed(0)
-    module = gradsync.replicate(model("gpt").make(), transport=transport)
-    return module, torch.optim.AdamW(module.parameters(), lr=1e-4)
-
-
-def train(contender: Any, step: int) -> tuple[float, float]:
-    """How long it took, and how long this thread was on a core."""
-    module, optimizer = contender
-    chosen = model("gpt")
-    batch = chosen.batch(torch.Generator().manual_seed(step * 16 + dist.get_rank()))
-    dist.barrier()
-    began, on_core = time.perf_counter(), time.thread_time()
-    optimizer.zero_grad()
-    chosen.loss(module, batch).backward()
-    optimizer.step()
-    return time.perf_counter() - began, time.thread_time() - on_core
-
-
-def thread_seconds() -> float:
-    """How long the watch's threads have been on a core."""
-    ids = [one.native_id for one in threading.enumerate() if one.name == THREAD]
-    return sum(int(Path(f"/proc/self/task/{one}/schedstat").read_text().split()[0]) for one in ids) / 1e9
+def table(result: WatchResult) -> Table:
+    title = f"{count(result.ranks, 'rank')}: a step of the GPT with the watch, to one without"
+    made = make_table(title, "pairs", "time", "training thread\non a core", "watch's thread\non a core")
+    for cost in result.costs:
+        cells = (str(len(cost.ratios)), cost.time, cost.core, f"{cost.thread_share:.4%}")
+        made.add_row(f"  {cost.transport}", *cells)
+    return made

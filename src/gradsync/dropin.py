@@ -12,7 +12,6 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
-import logging
 import sys
 import threading
 from abc import ABCMeta
@@ -26,13 +25,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from gradsync import contract, ddp
+from gradsync import contract, ddp, log
 from gradsync.groups import resolve_group
 from gradsync.replica import API, is_replicated
 from gradsync.replicate import ReplicateModule as OurReplicateModule
 from gradsync.replicate import replicate as our_replicate
 
-_log = logging.getLogger("gradsync")
+_log = log.logger()
 _DDP, _REPLICATE, _SHARDED = (
     "torch.nn.parallel.distributed",
     "torch.distributed._composable.replicate",

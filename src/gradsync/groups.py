@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 import sys
 import weakref
@@ -14,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from gradsync import arguments, launchers, restarts
+from gradsync import arguments, launchers, log, restarts
 from gradsync.errors import InvalidOptionError, NoProcessGroupError
 
-_log = logging.getLogger("gradsync")
+_log = log.logger()
 
 
 def resolve_group(group: dist.ProcessGroup | None, device_type: str) -> dist.ProcessGroup:

@@ -52,6 +52,14 @@ def describe(environment: Mapping[str, str]) -> World | None:
     )
 
 
+def rank(environment: Mapping[str, str], otherwise: int) -> int:
+    """Which one this process is, as far as a launcher says."""
+    for name in ("RANK", *(launcher[1] for launcher in LAUNCHERS)):
+        if (told := environment.get(name, "")).isdigit():
+            return int(told)
+    return otherwise
+
+
 def ranks_here(environment: Mapping[str, str], size: int) -> int:
     """How many ranks this host has, as far as a launcher says: 1 if it doesn't."""
     if (told := environment.get("LOCAL_WORLD_SIZE", "")).isdigit():

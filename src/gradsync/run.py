@@ -21,6 +21,7 @@ from types import ModuleType, TracebackType
 from typing import Any, NoReturn
 
 from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import record
 
 EPILOG = """\
@@ -78,6 +79,9 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m gradsync
         _run(_for_torchrun(options))
     except (ValueError, AssertionError) as error:  # of torchrun's, for options that don't go together
         reader.error(str(error).strip().splitlines()[0])
+    except SignalException as stopped:  # Ctrl-C: torchrun has ended the ranks
+        sys.stderr.write(f"{prog}: stopped by {stopped.sigval.name}; all ranks have ended\n")
+        sys.exit(128 + stopped.sigval)
 
 
 def _for_torchrun(options: argparse.Namespace) -> argparse.Namespace:

@@ -65,13 +65,14 @@ def test_growth_is_put_in_words() -> None:
 
 @pytest.mark.parametrize("numbers", ["", "x", "15", "0", "100,-10"])
 def test_numbers_that_make_no_chain_are_refused(numbers: str, tmp_path: Path) -> None:
-    refused = CliRunner().invoke(app, ["engine", "--parameters", numbers, "--out", str(tmp_path / "out")])
+    refused = CliRunner().invoke(app, ["engine", "--parameters", numbers, "--json", str(tmp_path / "out" / "e.json")])
     assert refused.exit_code == 2
     assert not (tmp_path / "out").exists()
 
 
 def test_a_tiny_run(tmp_path: Path) -> None:
-    options = {"--ranks": "1", "--rounds": "1", "--parameters": "20,10", "--out": str(tmp_path)}
+    files = {"--json": str(tmp_path / "engine.json"), "--picture": str(tmp_path / "engine.png")}
+    options = {"--ranks": "1", "--rounds": "1", "--parameters": "20,10", **files}
     done = CliRunner().invoke(app, ["engine", *(word for pair in options.items() for word in pair)])
     assert done.exit_code == 0, done.output
     assert "measuring rounds of 1 rank" in done.output

@@ -20,6 +20,7 @@ from benchmarks.orders import balanced_orders
 from benchmarks.ratios import Spread, fastest, geometric_mean, ratio, slowest, spread
 from benchmarks.step_result import Race, StepResult, judged, targets_of
 from benchmarks.targets import Target
+from gradsync.cli.style import write_json
 
 # --- orders ----------------------------------------------------------------------------------------------
 
@@ -115,7 +116,7 @@ def test_a_transport_that_is_missing_on_one_model_is_not_judged() -> None:
 
 
 def test_a_result_keeps_all_times_and_figures(tmp_path: Path) -> None:
-    StepResult(races=[race("gpt", 1.2)], seconds=1.0).write(tmp_path / "step.json")
+    write_json(tmp_path / "step.json", StepResult(races=[race("gpt", 1.2)], seconds=1.0).to_dict())
     kept = json.loads((tmp_path / "step.json").read_text())
     assert kept["races"][0]["repetitions"][1]["shared_memory"] == pytest.approx(3.6)
     assert kept["races"][0]["figures"]["shared_memory"]["to_torch_best"]["median"] == pytest.approx(0.75)

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
+from typer.testing import CliRunner
 
-def test_a_run() -> None:
-    words = [sys.executable, "-m", "benchmarks", "watch", "--repetitions", "2"]
-    done = subprocess.run(words, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True)
+from benchmarks.app import app
+
+
+def test_a_run(tmp_path: Path) -> None:
+    file = tmp_path / "watch.json"
+    done = CliRunner().invoke(app, ["watch", "--repetitions", "2", "--json", str(file)])
+    assert done.exit_code == 0, done.output
+    result = json.loads(file.read_text())
+    assert result["complete"]
+    assert [cost["transport"] for cost in result["costs"]] == ["shared_memory", "process_group"]
+    assert all(len(cost["ratios"]) == 2 and cost["thread_share"] < 1 for cost in result["costs"])
     for transport in ("shared_memory", "process_group"):
-        assert re.search(rf"{transport}, 2 ranks, 2 pairs: with / without: time \d\.\d+ ± \d", done.stdout), done.stdout
+        assert re.search(rf"{transport} +2 +\d\.\d+ ± \d", done.output), done.output

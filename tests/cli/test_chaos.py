@@ -104,7 +104,7 @@ def test_hosts_are_gone_when_they_are_no_longer_needed() -> None:
         (["--faults", "0"], "--faults"),
         (["--fault", "explode"], "kind can't be 'explode'"),
         (["--fault", "kill rank=5 ranks=2 phase=forward transport=shared_memory"], "there is no rank 5 of 2"),
-        (["--json", "/nowhere/seen.jsonl"], "can't write to /nowhere/seen.jsonl: No such file"),
+        (["--json", "/proc/nowhere/seen.jsonl"], "can't write /proc/nowhere/seen.jsonl: No such file"),
     ],
 )
 def test_bad_values_are_refused_at_once(arguments: list[str], complaint: str) -> None:

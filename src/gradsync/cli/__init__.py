@@ -9,7 +9,7 @@ NEEDED = ("typer", "rich", "matplotlib")
 
 
 def main() -> None:
-    """Entry point of `gradsync` and of `python -m gradsync.cli`."""
+    """Entry point of `gradsync` and of `python -m gradsync`."""
     if sys.argv[1:2] == ["run"]:  # its options are torchrun's, and it needs torch alone
         from gradsync import run
 
@@ -19,6 +19,9 @@ def main() -> None:
     if missing:
         sys.exit(f"gradsync: the command line needs {', '.join(missing)}: pip install 'gradsync[cli]'")
 
-    from gradsync.cli.app import app
+    try:
+        from gradsync.cli.app import app
+    except KeyboardInterrupt:  # importing torch takes a second
+        sys.exit(130)
 
-    app()
+    app(prog_name="gradsync")

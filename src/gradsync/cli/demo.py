@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections import defaultdict
 from dataclasses import asdict
-from io import TextIOWrapper
 from pathlib import Path
 from typing import IO
 
@@ -15,14 +13,14 @@ import typer
 from rich.text import Text
 
 from gradsync.cli import demo_rank, launch, picture, text
-from gradsync.cli.display import Display, count, make_console, make_display
+from gradsync.cli.display import Display, count, make_display
 from gradsync.cli.history import History
 from gradsync.cli.launch import RankFailed, Ranks
 from gradsync.cli.report import Record
+from gradsync.cli.style import INTERRUPTED, JSON_HELP, Output
 from gradsync.cli.summary import Summary, summarize
 
 METRICS, SUMMARY, PICTURE = "metrics.jsonl", "summary.json", "loss.png"
-INTERRUPTED = 130  # what a shell reports for Ctrl-C
 
 
 def demo(
@@ -36,13 +34,17 @@ def demo(
         show_default=False,
         help="Folder of .py files to read instead of Python's library.",
     ),
+    summary: str = typer.Option("", "--json", metavar="[FILE]", help=JSON_HELP),
     batch: int = typer.Option(16, min=1, hidden=True),
     context: int = typer.Option(64, min=1, max=1024, hidden=True),
     layers: int = typer.Option(2, min=1, hidden=True),
     width: int = typer.Option(128, min=4, hidden=True),
     learning_rate: float = typer.Option(0.004, hidden=True),
 ) -> None:
-    """Train a small GPT on the sources of Python's library, with real processes over gloo."""
+    """Train a small GPT on this machine, and see that the replicas stay identical.
+
+    It learns the sources of Python's library. All files are written as training goes on: Ctrl-C keeps them.
+    """
     job = demo_rank.Job(
         ranks=ranks,
         steps=steps,
@@ -56,7 +58,7 @@ def demo(
         learning_rate=learning_rate,
     )
     check_shape(job)
-    raise typer.Exit(Demo(job, prepare(out)).run())
+    raise typer.Exit(Demo(job, prepare(out), Output(summary)).run())
 
 
 def check_source(folder: Path) -> Path:
@@ -92,20 +94,19 @@ def prepare(out: Path) -> Path:
 class Demo:
     """One run, seen from the process that started it."""
 
-    def __init__(self, job: demo_rank.Job, out: Path) -> None:
+    def __init__(self, job: demo_rank.Job, out: Path, output: Output) -> None:
         self.job = job
         self.out = out
+        self.output = output
         self.history = History(ranks=job.ranks, steps=job.steps, tokens_per_step=job.tokens_per_step)
         self.parameters = 0
         self.sample = ""
         self.fingerprints: dict[int, str] = {}
-        self.console = make_console()
+        self.console = output.console
         self.began = time.monotonic()
 
     def run(self) -> int:
         """Returns the exit code."""
-        if isinstance(sys.stdout, TextIOWrapper):
-            sys.stdout.reconfigure(errors="replace")  # where there is no UTF-8, ? is better than a traceback
         try:
             with launch.interruptible():
                 self._train()
@@ -154,6 +155,7 @@ class Demo:
         picture.draw(self.history, parameters=self.parameters, path=self.out / PICTURE)
         summary.write(self.out / SUMMARY)
         self._show(summary)
+        self.output.write(asdict(summary))
         return 0 if summary.identical else 1
 
     def _show(self, summary: Summary) -> None:
@@ -181,8 +183,7 @@ class Demo:
                 self._say(f"wrote {self.out / name}")
 
     def _say(self, line: str, style: str = "") -> None:
-        """`Text`, not a string: brackets in what ranks say are not markup."""
-        self.console.print(Text(line, style=style), soft_wrap=True)
+        self.output.say(line, style)
 
 
 def describe_difference(fingerprints: list[str]) -> str:

@@ -24,11 +24,11 @@ SPARKS = "▁▂▃▄▅▆▇█"
 PLAIN_LINES = 20
 
 
-def make_console() -> Console:
+def make_console(stderr: bool = False) -> Console:
     """Escape codes only for a terminal, whatever FORCE_COLOR and its like say: a log is read by programs."""
-    if sys.stdout.isatty():
-        return Console(highlight=False)
-    return Console(highlight=False, force_terminal=False, color_system=None, width=100)
+    if (sys.stderr if stderr else sys.stdout).isatty():
+        return Console(highlight=False, stderr=stderr)
+    return Console(highlight=False, force_terminal=False, color_system=None, width=100, stderr=stderr)
 
 
 class Display(Protocol):

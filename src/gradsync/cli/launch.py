@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType, TracebackType
-from typing import IO, NamedTuple
+from typing import IO, NamedTuple, TypeVar
 
 from gradsync.cli import report
 
@@ -109,6 +109,9 @@ class Rank:
         self.output.close()
 
 
+R = TypeVar("R", bound="Ranks")
+
+
 class Ranks:
     """The ranks of one run, as a context: none is alive after it."""
 
@@ -127,7 +130,7 @@ class Ranks:
         for rank in range(ranks):
             yield start_rank(rank, environment(rank, ranks, port), module, arguments)
 
-    def __enter__(self) -> Ranks:
+    def __enter__(self: R) -> R:
         return self
 
     def __exit__(

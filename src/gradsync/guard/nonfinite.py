@@ -6,18 +6,17 @@ to ask: only then do the ranks tell each other what they had brought.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from gradsync import _torch
+from gradsync import _torch, log
 from gradsync.errors import NonFiniteGradientError
 from gradsync.transport.base import Transport
 
 _SHOWN = 5
-_log = logging.getLogger("gradsync")
+_log = log.logger()
 
 
 class _Checked:

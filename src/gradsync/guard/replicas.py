@@ -9,7 +9,6 @@ a quarter of a percent of a step at most; everything is then seen within 20 to 6
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections import Counter
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradsync import _torch
+from gradsync import _torch, log
 from gradsync.errors import ReplicaDivergedError
 from gradsync.guard.fingerprint import COLUMNS, checksum, crc32_at, digest, in_memory_order
 from gradsync.transport.base import Transport
@@ -38,7 +37,7 @@ _ALIGNED = 8 * COLUMNS  # elements: pieces begin there, and fill whole rows of a
 _SHOWN = 5
 _MASK = 2**31 - 1
 _NOT_COUNTED = "\nnot counted"  # no name of a tensor
-_log = logging.getLogger("gradsync")
+_log = log.logger()
 
 
 class Piece(NamedTuple):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterable
 from typing import get_args
@@ -10,7 +9,7 @@ from typing import get_args
 import torch.distributed as dist
 from torch import Tensor
 
-from gradsync import _torch
+from gradsync import _torch, log
 from gradsync.errors import InvalidOptionError, SharedMemoryError
 from gradsync.options import TransportChoice
 from gradsync.transport.base import Transport
@@ -26,7 +25,7 @@ from gradsync.watch import settings
 
 CHOICES: tuple[str, ...] = get_args(TransportChoice)
 VARIABLE = "GRADSYNC_TRANSPORT"
-_log = logging.getLogger("gradsync")
+_log = log.logger()
 
 
 def choose(

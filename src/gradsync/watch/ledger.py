@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import logging
-
+from gradsync import log
 from gradsync.watch.lost_time import LostTime
 from gradsync.watch.waits import Block
 from gradsync.watch.wire import Message
 
 _MODULES = 64  # replicas come and go
 _TELL_SECONDS = 1.0
-_log = logging.getLogger("gradsync")
+_log = log.logger()
 
 
 class Ledger:

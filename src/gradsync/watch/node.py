@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import os
 import selectors
 import socket
@@ -17,6 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 
+from gradsync import log
 from gradsync.watch import position, wire
 from gradsync.watch.ledger import Ledger
 from gradsync.watch.notice import How, Notice
@@ -33,7 +33,7 @@ _MOST_FAILURES = 10
 _UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN)
 # And of a process or a system that has no descriptor for one more connection. Looked at again after so long.
 _EXHAUSTED, _EXHAUSTED_SECONDS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM), 0.05
-_log = logging.getLogger("gradsync")
+_log = log.logger()
 
 
 class Node:

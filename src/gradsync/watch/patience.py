@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Collection
 
+from gradsync import log
 from gradsync.errors import ReplicaLostError, RoundTimeoutError
 from gradsync.watch import settings
 from gradsync.watch.explanation import culprits, explain
@@ -18,7 +18,7 @@ from gradsync.watch.watch import Question, Watch
 _GRACE = 1.0
 # How long news of a loss may take, after a connection broke.
 _NEWS_SECONDS = 2.0
-_log = logging.getLogger("gradsync")
+_log = log.logger()
 
 
 class Patience:

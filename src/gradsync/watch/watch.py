@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import secrets
 import socket
 import time
@@ -10,6 +9,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
+from gradsync import log
 from gradsync.watch import last_words, wire
 from gradsync.watch.node import Node
 from gradsync.watch.notice import How, Notice
@@ -21,7 +21,7 @@ from gradsync.watch.waits import Block, Heard
 CONNECT_SECONDS = 10.0
 # An answer takes that of the slowest rank, and the way.
 _REPORT_SECONDS = ANSWER_SECONDS + 1.0
-_log = logging.getLogger("gradsync")
+_log = log.logger()
 
 
 class Board(Protocol):

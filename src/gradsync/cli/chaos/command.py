@@ -6,8 +6,6 @@ import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from pathlib import Path
-from typing import IO
 
 import typer
 
@@ -20,10 +18,9 @@ from gradsync.cli.chaos.hosts import Host, NotAllowed, make_hosts
 from gradsync.cli.chaos.outcome import Observation
 from gradsync.cli.chaos.plan import Choices
 from gradsync.cli.chaos.tally import Tally
-from gradsync.cli.display import make_console
 from gradsync.cli.launch import Rank, RankFailed, Ranks, environment, start_rank
+from gradsync.cli.style import INTERRUPTED, JSON_HELP, Output
 
-INTERRUPTED = 130  # what a shell reports for Ctrl-C
 ALL = "all"
 # Each of these libraries starts a pool of threads when it is loaded, and threads don't survive a fork.
 _NO_POOLS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -36,21 +33,22 @@ def chaos(
     transport: str = typer.Option(ALL, help=f"One of {', '.join(TRANSPORTS)}, {ALL}."),
     ranks: str = typer.Option("2:4", help="Fewest and most of them in a training."),
     jobs: int = typer.Option(1, min=1, max=32, help="Trainings at the same time."),
-    json: Path | None = typer.Option(None, help="File for all that was seen, a JSON object a line."),
+    json: str = typer.Option("", metavar="[FILE]", help=f"{JSON_HELP} An object a line, a line a fault."),
     single: str | None = typer.Option(None, "--fault", help="One fault, as a bad one is shown, instead of a plan."),
 ) -> None:
-    """Make ranks of small trainings fail, and see whether all others go on, or all name the first cause in time.
+    """Make ranks of small trainings fail, and judge what the others do.
 
-    Links are taken down between hosts, which are network namespaces: that needs root and iproute2, and is left out
-    where they can't be had. The exit code is 1 if a promise was broken.
+    All must go on, or all name the first cause in time, and leave nothing behind. Links are taken down between hosts,
+    which are network namespaces: that needs root and iproute2, and is left out where they can't be had. The exit code
+    is 1 if a promise was broken.
     """
     fewest, most_ranks = _read_range(ranks)
     if transport not in (*TRANSPORTS, ALL):
         raise typer.BadParameter(f"{transport!r} is none of {', '.join(TRANSPORTS)}, {ALL}", param_hint="--transport")
     chosen = TRANSPORTS if transport == ALL else (transport,)
     choices = Choices(transports=chosen, fewest=fewest, most=most_ranks)
-    file = _open(json)
-    run = Chaos(seed, choices, None if single is None else _read_fault(single), jobs, file)
+    fault = None if single is None else _read_fault(single)
+    run = Chaos(seed, choices, fault, jobs, Output(json))
     raise typer.Exit(run.run(most, None if most or single else 60 * minutes))
 
 
@@ -69,21 +67,14 @@ def _read_fault(line: str) -> Fault:
         raise typer.BadParameter(str(error), param_hint="--fault") from None
 
 
-def _open(path: Path | None) -> IO[str] | None:
-    try:
-        return None if path is None else path.open("w", encoding="utf-8", buffering=1)
-    except OSError as error:
-        raise typer.BadParameter(f"can't write to {path}: {error.strerror}", param_hint="--json") from None
-
-
 class Chaos:
     """One run of the command."""
 
-    def __init__(self, seed: int, choices: Choices, single: Fault | None, jobs: int, file: IO[str] | None) -> None:
-        self._seed, self._choices, self._single, self._file = seed, choices, single, file
+    def __init__(self, seed: int, choices: Choices, single: Fault | None, jobs: int, output: Output) -> None:
+        self._seed, self._choices, self._single, self._output = seed, choices, single, output
         self._jobs = 1 if single else jobs
         self._tally = Tally()
-        self._display = Display(make_console(), self._tally)
+        self._display = Display(output.console, self._tally)
 
     def run(self, most: int | None, seconds: float | None) -> int:
         """The exit code."""
@@ -103,14 +94,19 @@ class Chaos:
                     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="gradsync-chaos-"))
                     self._listen(stack.enter_context(Workers(job, folder)))
         except KeyboardInterrupt:
-            self._display.finish()
+            self._finish()
             self._display.say("Stopped; all ranks have ended.")
             return INTERRUPTED
         except RankFailed as failed:
             self._display.say(f"A process that runs the faults has failed: {failed}\n{failed.words}", "bold red")
             return 1
-        self._display.finish()
+        self._finish()
         return 1 if self._tally.bad or not self._tally.cases else 0
+
+    def _finish(self) -> None:
+        self._display.finish()
+        if self._output.file is not None and self._output.file.exists():
+            self._display.say(f"wrote {self._output.file}")
 
     def _make_hosts(self, stack: ExitStack) -> Sequence[Host]:
         """Two for each job; none if they are not needed, or can't be had."""
@@ -135,8 +131,7 @@ class Chaos:
                     continue
                 case = self._tally.add(record["number"], fault, Observation.from_json(record["seen"]))
                 self._display.over(case)
-                if self._file is not None:
-                    self._file.write(case.to_json() + "\n")
+                self._output.add_line(case.to_json())
 
 
 class Workers(Ranks):
