@@ -37,6 +37,7 @@ class Gathering:
         self.rank, self.size = member.rank, member.size
         self._store: Store | None = member.store if member.size > 1 else None  # kept: the group may end before us
         self._topic, self._check = topic, check
+        self._limit = member.limit / 2  # others may be waiting for this rank in a collective
 
     def _key(self, what: str, rank: int = 0) -> str:
         return f"gradsync/trace/{self._topic}/{what}/{rank}"
@@ -52,7 +53,7 @@ class Gathering:
         assert self._store is not None
         keys = {self._key(what, rank): rank for rank in ranks}
         with contextlib.suppress(Exception):  # a rank is lost: there is no more to come
-            await_keys(self._store, list(keys), seconds, check)
+            await_keys(self._store, list(keys), min(seconds, self._limit), check)
         there = [key for key in keys if self._store.check([key])]
         return {keys[key]: self._store.get(key).decode() for key in there}
 
@@ -61,12 +62,13 @@ class Gathering:
     def tell(self, record: RankRecord) -> None:
         self._publish("record", pack(record))
 
-    def compare_clocks(self, seconds: float) -> None:
-        """On ranks but 0: meets rank 0 if it has decided so within that time."""
+    def compare_clocks(self, seconds: float) -> bool:
+        """On ranks but 0: meets rank 0 if it wants that. Whether there was word from it within that time."""
         found = self._read("leaders", [0], seconds, self._check)
         leaders = json.loads(found.get(0, "[]"))
         if self.rank in leaders:
             self._publish("meetings", json.dumps(self._meet(leaders)))
+        return bool(found)
 
     def await_done(self, seconds: float) -> None:
         self._read("done", [0], seconds, self._check)

@@ -21,7 +21,8 @@ from gradsync.tracing.tracer import Tracer
 
 _log = logging.getLogger("gradsync")
 # How long rank 0 waits for the others' records, and after an exception; how long they wait for its files.
-_TELL_SECONDS, _FAULT_SECONDS, _WRITE_SECONDS = 60.0, 1.0, 600.0
+_TELL_SECONDS, _FAULT_SECONDS, _WRITE_SECONDS = 30.0, 1.0, 600.0
+_ALIKE = "Trace on all ranks, around the same steps."
 _traced: Counter[str] = Counter()  # how often by module and round
 
 
@@ -94,9 +95,11 @@ def finish(tracer: Tracer, gathering: Gathering, folder: Path, *, fault: str = "
         record = tracer.record(gathering.rank, fault)
         if gathering.rank != 0:
             gathering.tell(record)
-            if not fault:
-                gathering.compare_clocks(2 * _TELL_SECONDS)
-            if not fault and waits:
+            if not fault and not gathering.compare_clocks(2 * _TELL_SECONDS):
+                _log.warning(
+                    "rank %d: nothing is written to %s: no word from rank 0. %s", gathering.rank, folder, _ALIKE
+                )
+            elif not fault and waits:
                 gathering.await_done(_WRITE_SECONDS)
             return ""
         try:
@@ -113,9 +116,7 @@ def finish(tracer: Tracer, gathering: Gathering, folder: Path, *, fault: str = "
 def _write(recording: Recording, meetings: object, folder: Path) -> str:
     from gradsync.observe.timeline import clocks, files  # not before somebody traces
 
-    if missing := recording.missing:
+    if (missing := recording.missing) and not any(one.fault for one in recording.ranks):
         ranks = ", ".join(map(str, missing))
-        _log.warning(
-            "the trace in %s is without rank %s: no word from it. Trace on all ranks, the same steps", folder, ranks
-        )
+        _log.warning("the trace in %s is without rank %s: no word from there. %s", folder, ranks, _ALIKE)
     return files.write(clocks.align(recording, meetings), folder)  # type: ignore[arg-type]

@@ -77,7 +77,7 @@ def _slower_in(slow: RankMeans, others: list[RankMeans]) -> tuple[str, float]:
 def crowded_host(m: Measures) -> Advice | None:
     """More threads than processors."""
     for one in m.recording.ranks:
-        ranks = [other for other in m.recording.ranks if other.clock == one.clock]
+        ranks = [other for other in m.recording.ranks if other.machine == one.machine]
         threads, cpus = sum(other.threads for other in ranks), len({cpu for other in ranks for cpu in other.cpus})
         if len(ranks) > 1 and threads > cpus:
             each = max(1, cpus // len(ranks))
@@ -93,8 +93,8 @@ def crowded_host(m: Measures) -> Advice | None:
 
 def network_inside_a_host(m: Measures) -> Advice | None:
     """Ranks of one host talk to each other as if they were on two."""
-    clocks = [one.clock for one in m.recording.ranks]
-    if m.module is None or m.module.transport != "process_group" or len(set(clocks)) == len(clocks):
+    machines = [one.machine for one in m.recording.ranks]
+    if m.module is None or m.module.transport != "process_group" or len(set(machines)) == len(machines):
         return None
     if m.module.hook or m.spent.exposed < 0.02 * m.spent.total:
         return None
@@ -105,8 +105,8 @@ def network_inside_a_host(m: Measures) -> Advice | None:
         + f" {ms(m.spent.transfer)} a step are waits for them.",
         'Leave out transport="process_group".'
         if m.module.reason == "asked for"
-        else "Shared memory needs tensors on the CPU, an x86 processor and room in /dev/shm or for memory files; "
-        'transport="shared_memory" says what is in the way.',
+        else "Shared memory needs tensors on the CPU of an x86, and ranks that can reach each other's sockets: "
+        'transport="shared_memory" raises with what is in the way.',
     )
 
 

@@ -1,7 +1,8 @@
 """A recording as a trace that chrome://tracing and Perfetto show: one process a rank, lanes in it. Pure.
 
 Both want that slices of one lane are apart or nested. So phases of each module have a lane, or more if they overlap, as
-those of two threads do, and each bucket has its own. An arrow leads from the rank that launched a bucket last to each wait for it.
+those of two threads do, and each bucket has its own. An arrow leads from the rank that launched a bucket last to each
+wait for it.
 """
 
 from __future__ import annotations
@@ -47,10 +48,11 @@ def chrome_trace(recording: Recording) -> dict[str, Any]:
             events += _named_lane(Lane(record.rank, number), name)
             events += [_complete(one, Lane(record.rank, number), origin) for one in lane]
     events += _arrows(recording, events, journeys, origin)
-    about = {
-        "ranks": recording.size,
-        "clock errors in µs": {str(list(one.ranks)): round(1e6 * one.error, 1) for one in recording.clocks},
-    }
+    clocks = [
+        {"ranks": list(one.ranks), "ahead of rank 0's, s": one.offset, "error, s": one.error}
+        for one in recording.clocks
+    ]
+    about = {"ranks": recording.size, "clocks": clocks}
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
 
 
@@ -162,10 +164,12 @@ def _arrows(recording: Recording, events: Iterable[Event], journeys: Journeys, o
                 key = event.round, wait.bucket
                 source = lanes.get((last, *key, "reduce", _microseconds(launched_at, origin)))
                 target = lanes.get((record.rank, *key, "wait", _microseconds(wait.began_at, origin)))
-                if last == record.rank or source is None or target is None or launched_at < wait.began_at:
+                if last == record.rank or source is None or target is None:
                     continue
-                number = next(numbers)
-                at = min(_microseconds(wait.complete_at, origin), target["ts"] + target["dur"])
+                # A small bucket may be there before its rank has noted that it left.
+                if not wait.began_at <= launched_at <= wait.ended_at:
+                    continue
+                number, at = next(numbers), _microseconds(wait.complete_at, origin)
                 for phase, one, when in (("s", source, source["ts"]), ("f", target, at)):
                     arrow = {"ph": phase, "id": number, "name": "launched last", "cat": "arrow", "ts": when}
                     yield {**arrow, "pid": one["pid"], "tid": one["tid"], **({"bp": "e"} if phase == "f" else {})}

@@ -68,6 +68,11 @@ class RankRecord(NamedTuple):
     fault: str = ""
     """What was raised inside the block, if anything was."""
 
+    @property
+    def machine(self) -> str:
+        """The same on all ranks of one kernel: containers on it may have clocks, and names, of their own."""
+        return self.clock.partition("/")[0]
+
 
 class Clock(NamedTuple):
     """How the clock of some ranks compares with rank 0's."""

@@ -58,7 +58,7 @@ def html_report(measures: Measures, advice: Sequence[Advice], figures: Sequence[
 def describe(measures: Measures) -> str:
     """Ranks, hosts, rounds, transport, in one line."""
     recording, module = measures.recording, measures.module
-    hosts = len({one.clock for one in recording.ranks})
+    hosts = len({one.machine for one in recording.ranks})
     told = f"{recording.size} rank{'s' * (recording.size > 1)} on {hosts} host{'s' * (hosts > 1)}"
     if not measures.steps or module is None:
         return told
@@ -195,7 +195,7 @@ def _table(kind: str, heads: Sequence[str], rows: Iterable[Sequence[str]], numbe
 def _reading(m: Measures) -> str:
     points = [
         "All times are means over ranks and steps, but for the median of a step. The very first round of a replica "
-        "plans the buckets, and is left out.",
+        "plans the buckets, and is left out; so is a first step of which the beginning was not recorded.",
         "<b>Exposed</b> is what data parallelism adds to a step: waits for other ranks, waits for transfers, and "
         "delivering gradients after backward. Everything else a single process would do, too.",
         "A bucket is <b>ready</b> when the last of its gradients is there, <b>queued</b> until those before it have "
@@ -211,7 +211,7 @@ def _reading(m: Measures) -> str:
         error = "unknown: they did nothing together" if clock.error == float("inf") else ms(clock.error)
         points.append(f"The clock of {ranks} was aligned with rank 0's; the error is at most {error}.")
     if not m.recording.clocks and len(m.recording.ranks) > 1:
-        points.append("All ranks are on one host, and read the same clock.")
+        points.append("All ranks read the same clock.")
     return "<ul>" + "".join(f"<li>{point}</li>" for point in points) + "</ul>"
 
 
