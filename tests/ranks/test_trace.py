@@ -148,7 +148,7 @@ def test_an_exception_inside_goes_on_and_what_was_recorded_is_written(
     ranks(raises, 2, tmp_path, on, limit=60)
     report = (tmp_path / "report.html").read_text()
     for rank in range(2):
-        assert (f"rank {rank} raised ZeroDivisionError: on purpose" in report) == (rank in on)
+        assert (f"rank {rank} ended early: ZeroDivisionError: on purpose" in report) == (rank in on)
     assert sorted(slices_in(tmp_path)) == [0, 1]
 
 
@@ -170,7 +170,7 @@ def test_a_rank_that_is_lost_inside_is_named_as_ever(ranks: Ranks, tmp_path: Pat
     first, _ = ranks.outcomes(killed, 2, tmp_path, limit=60)
     assert first.error is None
     report = (tmp_path / "report.html").read_text()
-    assert "rank 0 raised ReplicaLostError: " in report
+    assert "rank 0 ended early: ReplicaLostError: " in report
     assert "no word from rank 1" in report
     assert count(slices_in(tmp_path)[0], "end of backward") == 3
 
@@ -324,6 +324,6 @@ def test_a_planned_trace_has_these_rounds_and_their_optimizers(ranks: Ranks, tmp
 
 def test_a_planned_trace_of_a_script_that_ends_too_early(ranks: Ranks, tmp_path: Path) -> None:
     ranks(planned, 2, tmp_path, "3:50", 5, True, limit=60)
-    assert "rank 0 raised the end of the script, before round 49 had closed" in (tmp_path / "report.html").read_text()
+    assert "rank 0 ended early: the script ended before round 49 had closed" in (tmp_path / "report.html").read_text()
     ranks(planned, 2, tmp_path / "none", "30:50", 5, True, limit=60)
     assert not (tmp_path / "none").exists()

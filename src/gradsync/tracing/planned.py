@@ -101,7 +101,7 @@ class PlannedTrace:
             return
         first, stop = self._rounds
         if self._gathering is not None and self._tracer.rounds:
-            self._end(f"the end of the script, before round {stop - 1} had closed")
+            self._end(f"the script ended before round {stop - 1} had closed")
         elif os.environ.get("RANK", "0") == "0":
             rounds = "made no round" if self._latest < 0 else f"ended after round {self._latest}"
             self._say(f"no trace: the script {rounds}, and rounds {first} to {stop - 1} were to be traced")

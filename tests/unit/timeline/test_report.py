@@ -106,7 +106,7 @@ def test_what_is_missing_is_said() -> None:
     recording = Made().recording()
     first = recording.ranks[0]._replace(fault="ReplicaLostError: rank 2 was lost")
     page = page_of(Recording(3, (first, recording.ranks[1])))
-    assert "rank 0 raised ReplicaLostError: rank 2 was lost" in page.text
+    assert "rank 0 ended early: ReplicaLostError: rank 2 was lost" in page.text
     assert "no word from rank 2" in page.text
 
 

@@ -66,7 +66,7 @@ class RankRecord(NamedTuple):
     rounds: tuple[RoundClosed, ...]
     """Of all modules, in the order in which they closed. Without the order of arrival."""
     fault: str = ""
-    """What was raised inside the block, if anything was."""
+    """What has ended it before its time, if anything has."""
 
     @property
     def machine(self) -> str:

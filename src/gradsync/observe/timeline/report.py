@@ -81,7 +81,7 @@ def _section(title: str, content: str) -> str:
 
 def _faults(measures: Measures) -> str:
     """What was raised, and who has told nothing."""
-    lines = [f"rank {one.rank} raised {one.fault}" for one in measures.recording.ranks if one.fault]
+    lines = [f"rank {one.rank} ended early: {one.fault}" for one in measures.recording.ranks if one.fault]
     if missing := measures.recording.missing:
         lines.append(f"no word from rank {', '.join(map(str, missing))}: nothing here is of them")
     return "".join(f'<p class="fault">{escape(line)}</p>' for line in lines)
