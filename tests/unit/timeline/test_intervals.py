@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import combinations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradsync.observe.timeline.intervals import Interval, clip, flat_lanes, length, nested_lanes, union, without
@@ -17,6 +17,7 @@ def cells(intervals: list[Interval]) -> set[int]:
     return {cell for began, ended in intervals for cell in range(int(began), int(ended))}
 
 
+@settings(deadline=None)  # machines are busy
 @given(INTERVALS, INTERVALS)
 def test_they_are_sets_of_time(one: list[Interval], other: list[Interval]) -> None:
     assert cells(union(one)) == cells(one)
@@ -31,6 +32,7 @@ def nests(one: Interval, other: Interval) -> bool:
     return apart or (outer[0] <= inner[0] and inner[1] <= outer[1])
 
 
+@settings(deadline=None)  # machines are busy
 @given(INTERVALS)
 def test_lanes_hold_each_item_once_and_nest(items: list[Interval]) -> None:
     lanes = nested_lanes(items, lambda one: one)
@@ -38,6 +40,7 @@ def test_lanes_hold_each_item_once_and_nest(items: list[Interval]) -> None:
     assert all(nests(one, other) for lane in lanes for one, other in combinations(lane, 2))
 
 
+@settings(deadline=None)  # machines are busy
 @given(INTERVALS)
 def test_flat_lanes_are_apart_and_as_few_as_can_be(items: list[Interval]) -> None:
     lanes = flat_lanes(items, lambda one: one)
