@@ -64,7 +64,7 @@ def test_ranks_are_on_one_axis() -> None:
     first, second = rects(drawing, "backward")
     scale = first.width / 20
     assert second.x - first.x == pytest.approx(5 * scale)
-    assert sum(one.width for one in rects(drawing, "ranks")) / scale == pytest.approx(5 - 2)  # 2 ms are a transfer
+    assert sum(one.width for one in rects(drawing, "ranks")) / scale == pytest.approx(5)
 
 
 def test_a_bucket_is_drawn_from_ready_to_reduced() -> None:

@@ -90,7 +90,7 @@ def _phases(rank: int, event: RoundClosed, journeys: Journeys) -> Iterator[Slice
     yield Slice("end of backward", "exposed", event.backward_ended_at, event.closed_at, waited)
     for wait in waits_of(rank, event, journeys):
         for_rank = round(1e3 * (wait.complete_at - wait.began_at), 4)
-        details = {"bucket": wait.bucket, "launched last by rank": wait.rank, "ms until then": for_rank, **label}
+        details = {"bucket": wait.bucket, "for rank": wait.rank, "ms until it launched": for_rank, **label}
         name = f"wait for bucket {wait.bucket}"
         yield Slice(name, "wait", wait.began_at, wait.ended_at, details)
     for bucket in event.buckets:
@@ -169,7 +169,7 @@ def _arrows(recording: Recording, events: Iterable[Event], journeys: Journeys, o
                 # A small bucket may be there before its rank has noted that it left.
                 if not wait.began_at <= launched_at <= wait.ended_at:
                     continue
-                number, at = next(numbers), _microseconds(wait.complete_at, origin)
+                number, at = next(numbers), _microseconds(launched_at, origin)
                 for phase, one, when in (("s", source, source["ts"]), ("f", target, at)):
                     arrow = {"ph": phase, "id": number, "name": "launched last", "cat": "arrow", "ts": when}
                     yield {**arrow, "pid": one["pid"], "tid": one["tid"], **({"bp": "e"} if phase == "f" else {})}

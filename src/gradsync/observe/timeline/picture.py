@@ -38,8 +38,8 @@ _STRONG = ("forward", "backward", "ranks", "optimizer", "travel")  # text on the
 _LONG = {
     "data": "before forward: data and the like",
     "loss": "between forward and backward",
-    "ranks": "waits for ranks that have not launched yet",
-    "transfer": "waits for the transfer",
+    "ranks": "waits for ranks that have yet to launch a bucket",
+    "transfer": "waits for transfers, when all ranks have launched all buckets",
     "deliver": "delivers gradients",
 }
 

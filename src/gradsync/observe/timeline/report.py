@@ -17,8 +17,8 @@ MEANINGS = {
     "forward": "inside forward of the replicated module",
     "loss": "between forward and backward",
     "backward": "computing gradients; buckets travel meanwhile",
-    "ranks": "standing still for a bucket that another rank has not launched yet",
-    "transfer": "standing still for a bucket that all ranks have launched",
+    "ranks": "standing still while another rank has yet to launch a bucket",
+    "transfer": "standing still for sums, when all ranks have launched all buckets",
     "deliver": "after backward: scaling, handing gradients out, buffers, an optimizer in backward",
     "optimizer": "inside optimizer.step()",
     "other": "the rest: zero_grad(), clipping, metrics",
@@ -95,7 +95,7 @@ def _cards(m: Measures) -> str:
         (ms(m.seconds), "a step, median"),
         (ms(m.spent.exposed), f"exposed: {m.exposed_share:.1%} of the step is waiting and delivering"),
         (hidden, f"of {ms(m.transferring)} of transfers a step hidden behind backward"),
-        (ms(m.spent.ranks), "of that waiting for ranks that had not come"),
+        (ms(m.spent.ranks), "of that waiting for ranks that were behind"),
         (ms(m.spent.transfer), "of that waiting for transfers"),
     ]
     return (

@@ -107,26 +107,33 @@ def journeys_of(recording: Recording) -> Journeys:
 
 
 class Wait(NamedTuple):
-    """A rank does nothing but wait for a bucket: first until all ranks have launched it, then for the transfer."""
+    """A rank does nothing but wait for a bucket: first until other ranks have launched what it needs, then for the
+    transfer."""
 
     bucket: int
     began_at: float
     complete_at: float
-    """The last rank has launched it."""
+    """The last rank has launched what is needed."""
     ended_at: float
     rank: int
     """That one."""
 
 
 def waits_of(rank: int, event: RoundClosed, journeys: Journeys) -> list[Wait]:
-    """Of one rank in one round, in order."""
+    """Of one rank in one round, in order.
+
+    A rank whose backward is over needs all buckets: while another one has yet to launch its last, that is whom it waits
+    for, whatever travels meanwhile. In its own backward, with an optimizer in it, it needs this bucket only.
+    """
     found = []
-    for bucket in event.buckets:
-        if bucket.awaited_at and bucket.reduced_at > bucket.awaited_at:
-            launched_at, last, _ = journeys[event.module, event.round, bucket.number]
-            launched_at = launched_at if last != rank else bucket.awaited_at
-            complete_at = min(max(launched_at, bucket.awaited_at), bucket.reduced_at)
-            found.append(Wait(bucket.number, bucket.awaited_at, complete_at, bucket.reduced_at, last))
+    of_round = [journeys[event.module, event.round, bucket.number] for bucket in event.buckets]
+    for bucket, own in zip(event.buckets, of_round, strict=True):
+        if not bucket.awaited_at or bucket.reduced_at <= bucket.awaited_at:
+            continue
+        last = max(of_round) if bucket.awaited_at >= event.backward_ended_at else own
+        launched_at = last.launched_at if last.rank != rank else bucket.awaited_at
+        complete_at = min(max(launched_at, bucket.awaited_at), bucket.reduced_at)
+        found.append(Wait(bucket.number, bucket.awaited_at, complete_at, bucket.reduced_at, last.rank))
     return sorted(found, key=lambda wait: wait.began_at)
 
 
@@ -148,9 +155,9 @@ class Spent(NamedTuple):
     """Between forward and backward."""
     backward: float = 0.0
     ranks: float = 0.0
-    """Waits for ranks that had not come yet."""
+    """Waits for ranks that had yet to launch something."""
     transfer: float = 0.0
-    """Waits for the sum, when all had come."""
+    """Waits for sums, when all had launched all."""
     deliver: float = 0.0
     """The rest of the end of backward: scaling, handing out, buffers, an optimizer in backward."""
     optimizer: float = 0.0
