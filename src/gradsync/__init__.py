@@ -12,6 +12,7 @@ from gradsync.observe.statistics import Statistics
 from gradsync.options import Options
 from gradsync.replica import overlap_optimizer, statistics, uneven, verify
 from gradsync.replicate import ReplicateModule, register_forward_method, replicate, unreplicate
+from gradsync.tracing.trace import trace
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -49,6 +50,7 @@ __all__ = [
     "replicate",
     "statistics",
     "tensor_parallel",
+    "trace",
     "uneven",
     "unreplicate",
     "verify",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -27,6 +27,7 @@ from gradsync.transport.choice import choose
 
 API = "replicate"
 T = TypeVar("T")
+_when_made: list[Callable[[Engine], None]] = []
 
 
 class Replica:
@@ -138,7 +139,7 @@ def make_engine(
         init_sync=start,
         alone=copied,
     )
-    return Engine(
+    engine = Engine(
         modules,
         transport,
         options,
@@ -150,6 +151,14 @@ def make_engine(
         copied=copied,
         is_wrapped=is_wrapped,
     )
+    for tell in _when_made:
+        tell(engine)
+    return engine
+
+
+def when_made(tell: Callable[[Engine], None]) -> None:
+    """From now on it is told of each engine that a front makes: for who watches a script that does not know of it."""
+    _when_made.append(tell)
 
 
 def is_replicated(module: nn.Module) -> bool:

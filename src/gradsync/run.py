@@ -28,6 +28,7 @@ EPILOG = """\
 examples:
   gradsync run --ranks 2 train.py --epochs 3
   gradsync run --ranks 2 -m package.train --epochs 3
+  gradsync run --ranks 2 --trace out/ --steps 20:25 train.py
   gradsync run --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint host:29500 train.py
 
 Every option of torchrun works as it does there; options after the script are the script's own.
@@ -45,6 +46,8 @@ as_rank(sys.argv[1:])
 # What a rank is told of its program. Before the program's name all words begin with a dash: torchrun calls the run by
 # the first that does not.
 MODULE, SCRIPT = "--as-module", "--as-script"
+# Before that, if it is to be traced: where to, and which rounds.
+TRACE, STEPS, USUAL_STEPS = "--trace=", "--steps=", "20:25"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -65,6 +68,12 @@ def parser(prog: str) -> argparse.ArgumentParser:
         usage=f"{prog} [--ranks N] [torchrun's options] script.py [the script's options]",
     )
     made.add_argument("--ranks", type=int, metavar="N", help="Ranks on this machine: --standalone --nproc-per-node N.")
+    made.add_argument("--trace", metavar="FOLDER", help="Write a timeline of some steps of all ranks there.")
+    made.add_argument(
+        "--steps",
+        metavar="FIRST:STOP",
+        help=f"Which, as in Python's slices: {USUAL_STEPS}, which is usual, is rounds 20 to 24, counted from 0.",
+    )
     return made
 
 
@@ -72,7 +81,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m gradsync
     """Entry point of both. Ends the process if something is wrong, as torchrun does."""
     reader = parser(prog)
     options = reader.parse_args(arguments)
-    wrong = _wrong_with_ranks(options) or _wrong_with_program(options)
+    wrong = _wrong_with_ranks(options) or _wrong_with_trace(options) or _wrong_with_program(options)
     if wrong:
         reader.error(wrong)
     try:
@@ -87,9 +96,11 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m gradsync
 def _for_torchrun(options: argparse.Namespace) -> argparse.Namespace:
     """The same in torchrun's words; the command is one that lets a rank begin with us."""
     kind = MODULE if options.module else SCRIPT
+    traced = [f"{TRACE}{options.trace}", f"{STEPS}{options.steps or USUAL_STEPS}"] if options.trace else []
+    program = [kind, options.training_script, *options.training_script_args]
     changed: dict[str, Any] = {
         "training_script": os.environ.get("PYTHON_EXEC", sys.executable),
-        "training_script_args": ["-u", f"-c{BOOT}", kind, options.training_script, *options.training_script_args],
+        "training_script_args": ["-u", f"-c{BOOT}", *traced, *program],
         "no_python": True,  # of its own, that is
         "module": False,
         "run_path": False,
@@ -116,6 +127,22 @@ def _wrong_with_ranks(options: argparse.Namespace) -> str:
     return ""
 
 
+def _wrong_with_trace(options: argparse.Namespace) -> str:
+    if options.trace is None:
+        return "--steps says what to trace, and goes with --trace FOLDER" if options.steps is not None else ""
+    if not options.trace:
+        return "--trace needs a folder"
+    if Path(options.trace).exists() and not Path(options.trace).is_dir():
+        return f"--trace needs a folder, but {options.trace} is none"
+    from gradsync.tracing.planned import Rounds
+
+    try:
+        Rounds.read(options.steps or USUAL_STEPS)
+    except ValueError as error:
+        return f"--steps {error}"
+    return ""
+
+
 def _wrong_with_program(options: argparse.Namespace) -> str:
     """What torchrun would find out in each rank, after they were started."""
     program = options.training_script
@@ -137,9 +164,13 @@ _run_as_main: Callable[..., Any] = vars(runpy)["_run_module_as_main"]
 
 
 def as_rank(arguments: list[str]) -> None:
-    """Runs the program as Python would: `[kind, script or module, its arguments...]`."""
-    kind, program, *rest = arguments
+    """Runs the program as Python would: `[what to trace..., kind, script or module, its arguments...]`."""
     from gradsync import dropin
+
+    if arguments[0].startswith(TRACE):
+        folder, steps, *arguments = arguments
+        _trace(folder.removeprefix(TRACE), steps.removeprefix(STEPS))
+    kind, program, *rest = arguments
 
     done = dropin.install()
     if os.environ.get("RANK", "0") == "0":
@@ -150,6 +181,12 @@ def as_rank(arguments: list[str]) -> None:
     except BaseException:
         _show_without_us()
         raise
+
+
+def _trace(folder: str, steps: str) -> None:
+    from gradsync.tracing.planned import Rounds, plan_trace
+
+    plan_trace(folder, Rounds.read(steps))
 
 
 def _as_module(name: str) -> None:

@@ -36,10 +36,11 @@ MAY_IMPORT = {
     "ddp_logging": {"engine", "ddp"},
     "ddp": {"engine", "contract", "groups", "joinable", "replica", "transport", "ddp_private"},
     "dropin": {"contract", "ddp", "groups", "replica", "replicate"},
-    "run": {"dropin"},
+    "tracing": {"engine", "observe", "replica", "transport"},
+    "run": {"dropin", "tracing"},
     "cli": {"gradsync"},
     "__main__": {"cli"},
-    "__init__": {"ddp", "replica", "replicate", "guard", "observe", "errors", "options", "_version"},
+    "__init__": {"ddp", "replica", "replicate", "guard", "observe", "tracing", "errors", "options", "_version"},
 }
 # `plan.py` and the transports know nothing of what is above them; see also MAY_IMPORT.
 PURE = {"engine/plan.py": {"torch", "math", "collections", "dataclasses", "typing", "__future__"}}
@@ -64,6 +65,7 @@ PUBLIC = {
     "replicate",
     "statistics",
     "tensor_parallel",
+    "trace",
     "uneven",
     "unreplicate",
     "verify",

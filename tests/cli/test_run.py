@@ -113,6 +113,42 @@ def test_torchruns_options_are_torchruns(tmp_path: Path) -> None:
     assert SAID in next((tmp_path / "logs").rglob("0/stderr.log")).read_text()
 
 
+STEPS = """\
+import sys
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+dist.init_process_group("gloo")
+model = DDP(torch.nn.Linear(8, 8))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(int(sys.argv[1])):
+    model(torch.randn(4, 8)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+dist.destroy_process_group()
+assert len(sys.argv) == 2
+"""
+
+
+def test_an_unchanged_script_is_traced(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(STEPS)
+    done = run(*LAUNCH, "--ranks", "2", "--trace", "out/", "--steps", "3:5", "train.py", "8", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    said = f"trace of rounds 3 to 4 written to {tmp_path}/out/: report.html, trace.json, step.svg, step.png"
+    assert done.stderr.splitlines().count(f"gradsync run: {said}") == 1
+    trace = json.loads((tmp_path / "out" / "trace.json").read_text())
+    ends = {(one["pid"], one["args"]["round"]) for one in trace["traceEvents"] if one["name"] == "end of backward"}
+    assert ends == {(0, 3), (0, 4), (1, 3), (1, 4)}
+
+
+def test_a_script_that_ends_before_is_said(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(STEPS)
+    done = run(*LAUNCH, "--ranks", "2", "--trace", "out", "train.py", "4", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    said = "gradsync run: no trace: the script ended after round 3, and rounds 20 to 24 were to be traced"
+    assert done.stderr.splitlines().count(said) == 1
+    assert not (tmp_path / "out").exists()
+
+
 SYNTAX, EXIT = "x = = 3\n", "import sys\nsys.exit(7)\n"
 
 
@@ -136,6 +172,11 @@ def test_scripts_that_end_otherwise(tmp_path: Path, text: str, status: int, show
         (["--ranks", "two", "x.py"], "argument --ranks: invalid int value: 'two'"),
         (["--ranks", "2", "--nproc-per-node", "2", "x.py"], "leave out --nproc-per-node, or --ranks"),
         (["--no-such-option", "x.py"], "--no-such-option"),
+        (["--trace", "out", "--steps", "20", "x.py"], "--steps must be two numbers of rounds, as in 20:25"),
+        (["--trace", "out", "--steps", "5:5", "x.py"], "--steps must end behind its beginning"),
+        (["--trace", "out", "--steps=-3:5", "x.py"], "--steps must be two numbers of rounds"),
+        (["--steps", "20:25", "x.py"], "--steps says what to trace, and goes with --trace FOLDER"),
+        (["--trace", "x.py", "x.py"], "--trace needs a folder, but x.py is none"),
         (["--no-python", "x.py"], "--no-python starts a command in which nothing can be replaced"),
         ([], "the following arguments are required: training_script"),
     ],

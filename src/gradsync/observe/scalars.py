@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from gradsync import arguments
+from gradsync import arguments, log
 from gradsync.errors import InvalidOptionError, WrongTypeError
 from gradsync.observe.costs import SECONDS
 from gradsync.observe.statistics import Statistics, listen, unlisten
 
-_log = logging.getLogger("gradsync")
+_log = log.logger()
 _Write = Callable[[Mapping[str, float], int], object]
 
 

@@ -1,0 +1,1 @@
+"""Records some steps on all ranks, and has rank 0 write the timeline: trace, picture and report."""
