@@ -37,6 +37,7 @@ MAY_IMPORT = {
     "ddp": {"engine", "contract", "groups", "joinable", "replica", "transport", "ddp_private"},
     "dropin": {"contract", "ddp", "groups", "replica", "replicate"},
     "run": {"dropin"},
+    "integrations": {"ddp"},
     "cli": {"gradsync"},
     "__init__": {"ddp", "replica", "replicate", "guard", "observe", "errors", "options", "_version"},
 }
@@ -196,6 +197,7 @@ assert threading.active_count() == before[2]
 new = set(sys.modules) - before[3]
 assert "torch._dynamo" not in sys.modules, "importing gradsync imports torch._dynamo"
 assert not [name for name in new if name.startswith(("torch._inductor", "rich", "typer", "matplotlib", "gradsync.cli"))]
+assert "gradsync.integrations" not in new
 """
 
 
