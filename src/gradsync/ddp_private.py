@@ -64,7 +64,7 @@ class ReducerView:
         """Nothing to prepare: hooks are armed from construction on."""
 
     def _delay_all_reduce(self) -> None:
-        """Lightning calls it after the first backward of a static graph: torch's reduces only then, ours has done so."""
+        """Lightning calls it after the first backward of a static graph: ours has reduced by then."""
 
     def _rebuild_buckets(self) -> bool:
         """Whether there are new buckets: they are laid out once, at the end of the first round."""

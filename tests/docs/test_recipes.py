@@ -19,6 +19,7 @@ from tests.support.patience import crowding
 from tests.support.ranks import Ranks
 
 ROOT = Path(__file__).parents[2]
+NEEDS = re.compile(r"# needs: (\w+)\n")  # a framework: see tests/frameworks/test_pages.py
 ALONE = re.compile(r"# (\w+\.py): start it with  python \1\n")
 
 
@@ -57,7 +58,7 @@ def check(code: str, namespace: dict[str, Any]) -> None:
         same_everywhere(module)
 
 
-FOR_RANKS = [block for block in blocks() if not ALONE.match(block[1])]
+FOR_RANKS = [block for block in blocks() if not ALONE.match(block[1]) and not NEEDS.match(block[1])]
 SCRIPTS = [block for block in blocks() if ALONE.match(block[1])]
 
 
