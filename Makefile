@@ -43,11 +43,12 @@ conformance: $(VENV)/.test ## torch's own DistributedDataParallel tests against 
 frameworks: $(VENV)/.frameworks ## Accelerate, Lightning, transformers and Ignite, unchanged, on our engine (about 1 min)
 	$(BIN)/pytest tests/frameworks
 
-docs: $(VENV)/.test ## run the code in README.md and docs/
-	$(BIN)/pytest tests/docs
+docs: $(VENV)/.docs ## build the site of the docs into site/; what is missing or leads nowhere is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	! grep -rnE '(src|href)="(https?:)?//' site --include='*.html'  # it works offline
 
 clean: ## remove what these targets made
-	rm -rf $(VENV) $(OUT) bench-out
+	rm -rf $(VENV) $(OUT) bench-out site
 
 # The stamps depend on what decides the installation, so a second run installs nothing.
 $(VENV)/.torch:
@@ -69,6 +70,10 @@ $(VENV)/.test: $(VENV)/.torch pyproject.toml
 $(VENV)/.frameworks: $(VENV)/.test
 	$(BIN)/pip freeze | { grep '^torch==' || true; } > $(VENV)/torch.txt
 	$(BIN)/pip install --quiet -e '.[cli,dev,frameworks]' --constraint $(VENV)/torch.txt
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.test
+	$(BIN)/pip install --quiet -e '.[cli,dev,docs]'
 	@touch $@
 
 # MPI is a rival, not a need: where there is no wheel of it, the benchmark shows it as absent.

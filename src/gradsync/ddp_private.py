@@ -63,6 +63,9 @@ class ReducerView:
     def prepare_for_backward(self, outputs: object) -> None:
         """Nothing to prepare: hooks are armed from construction on."""
 
+    def _delay_all_reduce(self) -> None:
+        """Lightning calls it after the first backward of a static graph: ours has reduced by then."""
+
     def _rebuild_buckets(self) -> bool:
         """Whether there are new buckets: they are laid out once, at the end of the first round."""
         return False

@@ -38,6 +38,7 @@ MAY_IMPORT = {
     "dropin": {"contract", "ddp", "groups", "replica", "replicate"},
     "tracing": {"engine", "observe", "replica", "transport"},
     "run": {"dropin", "tracing"},
+    "integrations": {"ddp"},
     "cli": {"gradsync"},
     "__main__": {"cli"},
     "__init__": {"ddp", "replica", "replicate", "guard", "observe", "tracing", "errors", "options", "_version"},
@@ -203,6 +204,7 @@ assert threading.active_count() == before[2]
 new = set(sys.modules) - before[3]
 assert "torch._dynamo" not in sys.modules, "importing gradsync imports torch._dynamo"
 assert not [name for name in new if name.startswith(("torch._inductor", "rich", "typer", "matplotlib", "gradsync.cli"))]
+assert "gradsync.integrations" not in new
 """
 
 

@@ -29,14 +29,14 @@ def needs(package: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(missing, reason=f"{package} is not installed: pip install -e '.[frameworks]'")
 
 
-def body(train: Train, folder: Path) -> None:
-    """On each rank: torch's first, then ours, with all names of the framework's bound before."""
+def body(train: Train, folder: Path, replaced: bool) -> None:
+    """On each rank: torch's first, then ours; `replaced`: with all names of the framework's bound before."""
     rank = os.environ["RANK"]
     os.environ |= {"LOCAL_RANK": rank, "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "none"}  # as torchrun does
     os.chdir(folder)
     found = {}
     for engine in ("torch", "gradsync"):
-        if engine == "gradsync":
+        if engine == "gradsync" and replaced:
             dropin.install()
         torch.manual_seed(0)
         _checked.clear()
@@ -51,7 +51,12 @@ def body(train: Train, folder: Path) -> None:
 
 
 def run(ranks: Ranks, train: Train, folder: Path) -> None:
-    ranks(body, 2, train, folder, limit=LIMIT, backend=None)
+    ranks(body, 2, train, folder, True, limit=LIMIT, backend=None)
+
+
+def run_native(ranks: Ranks, train: Train, folder: Path) -> None:
+    """Nothing of torch's is replaced: for an engine called "gradsync", the folder's name, `train` asks for ours."""
+    ranks(body, 2, train, folder, False, limit=LIMIT, backend=None)
 
 
 def check_engine(model: nn.Module) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,10 @@ from tests.support.ranks import Ranks
 pytestmark = [needs("lightning"), pytest.mark.filterwarnings("ignore")]
 
 
-def prepared() -> tuple[Any, Any, Any, Any]:
+def prepared(strategy: Any) -> tuple[Any, Any, Any, Any]:
     from lightning.fabric import Fabric
 
-    fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
     fabric.launch()
     assert fabric.world_size == 2
     plain = small()
@@ -44,12 +45,12 @@ def epoch(fabric: Any, model: Any, optimizer: Any, loader: Any) -> list[float]:
     return losses
 
 
-def train(folder: Path) -> list[float]:
-    fabric, model, optimizer, loader = prepared()
+def train(folder: Path, strategy: Callable[[], Any] = lambda: "ddp") -> list[float]:
+    fabric, model, optimizer, loader = prepared(strategy())
     losses = epoch(fabric, model, optimizer, loader)
     fabric.save(folder / "checkpoint.pt", {"model": model, "optimizer": optimizer})
     losses += epoch(fabric, model, optimizer, loader)
-    fabric, model, optimizer, loader = prepared()
+    fabric, model, optimizer, loader = prepared(strategy())
     fabric.load(folder / "checkpoint.pt", {"model": model, "optimizer": optimizer})
     assert epoch(fabric, model, optimizer, loader) == pytest.approx(losses[12:], abs=1e-6)
     return losses

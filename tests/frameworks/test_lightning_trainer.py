@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,9 @@ def module(automatic: bool) -> Any:
     return Module()
 
 
-def fit(automatic: bool, folder: Path, epochs: int, checkpoint: str | None = None) -> tuple[Any, list[float]]:
+def fit(
+    automatic: bool, folder: Path, epochs: int, checkpoint: str | None = None, strategy: Any = "ddp"
+) -> tuple[Any, list[float]]:
     import lightning
 
     for_automatic = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5} if automatic else {}
@@ -53,7 +56,7 @@ def fit(automatic: bool, folder: Path, epochs: int, checkpoint: str | None = Non
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=2,
-        strategy="ddp",
+        strategy=strategy,
         max_epochs=epochs,
         default_root_dir=folder,
         enable_checkpointing=False,
@@ -65,12 +68,12 @@ def fit(automatic: bool, folder: Path, epochs: int, checkpoint: str | None = Non
     return trainer, fitted.losses
 
 
-def train(automatic: bool, folder: Path) -> list[float]:
+def train(automatic: bool, folder: Path, strategy: Callable[[], Any] = lambda: "ddp") -> list[float]:
     checkpoint = str(folder / "checkpoint.ckpt")
-    trainer, _ = fit(automatic, folder, 1)
+    trainer, _ = fit(automatic, folder, 1, strategy=strategy())
     trainer.save_checkpoint(checkpoint)
-    _, losses = fit(automatic, folder, 2)
-    _, rest = fit(automatic, folder, 2, checkpoint)
+    _, losses = fit(automatic, folder, 2, strategy=strategy())
+    _, rest = fit(automatic, folder, 2, checkpoint, strategy=strategy())
     assert len(losses) == 24
     assert rest == pytest.approx(losses[12:], abs=1e-6)
     return losses
@@ -79,3 +82,14 @@ def train(automatic: bool, folder: Path) -> list[float]:
 @pytest.mark.parametrize("automatic", [True, False], ids=["automatic", "manual"])
 def test_losses(ranks: Ranks, tmp_path: Path, automatic: bool) -> None:
     run(ranks, functools.partial(train, automatic), tmp_path)
+
+
+def static_graph() -> Any:
+    from lightning.pytorch.strategies import DDPStrategy
+
+    return DDPStrategy(static_graph=True)
+
+
+def test_losses_of_a_static_graph(ranks: Ranks, tmp_path: Path) -> None:
+    """With manual optimization Lightning calls torch's reducer after the first backward."""
+    run(ranks, functools.partial(train, False, strategy=static_graph), tmp_path)

@@ -397,6 +397,16 @@ def unfrozen_later(env: Env) -> None:
     mean_square(env)
 
 
+@case(mlp)
+def frozen_while_a_backward_passes_through(env: Env) -> None:
+    """As a GAN's discriminator is while its generator learns."""
+    mean_square(env)
+    env.module.requires_grad_(False)
+    env.front(env.x().requires_grad_()).square().mean().backward()
+    env.module.requires_grad_(True)
+    mean_square(env)
+
+
 @case(mlp, dtype=torch.float32, tolerance=1e-6)
 def float32(env: Env) -> None:
     mean_square(env)

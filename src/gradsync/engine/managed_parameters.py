@@ -76,7 +76,12 @@ class ManagedParameters:
         self._over_mesh = self._policy.takes_mesh(())
         self.compute_parameters = ComputeParameters()
         self._read()
+        self.mark_in_use()
         self.mark_agreed()
+
+    def mark_in_use(self) -> None:
+        """Rounds go on with what was read last."""
+        self._in_use, self._in_use_rows = self.entries, self._rows
 
     def mark_agreed(self) -> None:
         """All ranks have the same as this one now."""
@@ -197,13 +202,18 @@ class ManagedParameters:
         return [entry.name for entry in self.entries if entry.name not in known]
 
     def refresh(self) -> bool:
-        """Reads the module anew; whether anything is not what all ranks had."""
+        """Reads the module anew; whether anything is not what all ranks had, or not what the rounds go on with.
+
+        These differ after a backward through a module that was frozen as a whole: there was no round in which ranks
+        could agree on that, and when it is trained again, it is as they had it.
+        """
         computing = self.compute_parameters.computing
         self._read()
         if computing:
             self.compute_parameters.to_compute()
-        self.is_disputed = _signature(self.entries, self._rows) != _signature(self._agreed, self._agreed_rows)
-        return self.is_disputed
+        now = _signature(self.entries, self._rows)
+        self.is_disputed = now != _signature(self._agreed, self._agreed_rows)
+        return self.is_disputed or now != _signature(self._in_use, self._in_use_rows)
 
 
 def _signature(entries: Sequence[Entry], rows: Sequence[Sequence[object]]) -> list[tuple[object, ...]]:

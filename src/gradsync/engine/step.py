@@ -427,6 +427,7 @@ class TrainingStep:
     def _manage(self) -> None:
         """Goes on with the parameters that are managed now."""
         self.reducer.replace(self.managed.managed())
+        self.managed.mark_in_use()
         self._listen()
 
     def _listen(self) -> None:
