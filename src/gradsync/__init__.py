@@ -12,6 +12,7 @@ from gradsync.observe.statistics import Statistics
 from gradsync.options import Options
 from gradsync.replica import overlap_optimizer, statistics, uneven, verify
 from gradsync.replicate import ReplicateModule, register_forward_method, replicate, unreplicate
+from gradsync.sharing.optimizer import share_optimizer
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -46,6 +47,7 @@ __all__ = [
     "overlap_optimizer",
     "register_forward_method",
     "replicate",
+    "share_optimizer",
     "statistics",
     "tensor_parallel",
     "uneven",

@@ -26,6 +26,7 @@ from gradsync.engine.module_names import named_parameters
 from gradsync.engine.module_state import ModuleState, Settings
 from gradsync.engine.parameter_policy import ParameterPolicy
 from gradsync.engine.reducer import Reducer
+from gradsync.engine.shared_parameters import SharedParameters
 from gradsync.engine.sparse_rows import check_rows
 from gradsync.engine.step import TrainingStep
 from gradsync.engine.uneven import Joining
@@ -101,6 +102,16 @@ class Engine(TrainingStep):
                 is_wrapped=is_wrapped,
             )
         self.options, self.ignored = options, ignored
+        self.shared: SharedParameters | None = None
+        """Where the parameters lie, if the ranks of a host have them once."""
+        if options.share_parameters:
+            if policy != ParameterPolicy():
+                raise InvalidOptionError(
+                    "share_parameters=True does not go together with a mesh, or with a precision or offload policy: "
+                    "then parameters compute as other tensors, of which each rank has its own. Leave one of them out."
+                )
+            self.shared = SharedParameters(managed, transport)
+            reducer.configure(shared=self.shared)
         self.statistics = Statistics()
         self.statistics.moved_to(transport.name, transport.reason)
         self.add_recorder(self.statistics.record)

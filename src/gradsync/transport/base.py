@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gradsync.events import NO_TRAFFIC, Traffic
+from gradsync.transport.common_memory import CommonMemory
 from gradsync.transport.label import UNLABELLED, Label
 from gradsync.watch.watch import Watch
 
@@ -117,6 +118,9 @@ class Transport(Protocol):
 
         Ranks may have to do this together. The memory lives as long as a tensor over it.
         """
+
+    def allocate_once(self, nbytes: int) -> CommonMemory | None:
+        """Memory that the ranks of this host have in common; None: they have none. All ranks together."""
 
     def reduce(self, buffer: Tensor, scale: float, label: Label = UNLABELLED) -> Work:
         """Starts replacing `buffer` on every rank by the sum over the ranks of `scale * buffer`.

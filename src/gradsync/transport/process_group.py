@@ -94,6 +94,9 @@ class ProcessGroupTransport:
             torch.empty(one.numel + labels.PLACES, dtype=one.dtype, device=one.device)[: one.numel] for one in requests
         ]
 
+    def allocate_once(self, nbytes: int) -> None:
+        return None
+
     def reduce(self, buffer: Tensor, scale: float, label: Label = UNLABELLED) -> Work:
         summation.scale_(buffer, scale)  # before the sum, not after: a sum of float16 gradients overflows easily
         if self.size == 1:
