@@ -10,7 +10,7 @@ from gradsync.guard.fingerprint import fingerprint
 from gradsync.guard.unsynchronized import allow_unsynchronized_steps
 from gradsync.observe.statistics import Statistics
 from gradsync.options import Options
-from gradsync.replica import overlap_optimizer, statistics, uneven, verify
+from gradsync.replica import one_writer, overlap_optimizer, statistics, uneven, verify
 from gradsync.replicate import ReplicateModule, register_forward_method, replicate, unreplicate
 from gradsync.sharing.optimizer import share_optimizer
 
@@ -44,6 +44,7 @@ __all__ = [
     "dropin",
     "errors",
     "fingerprint",
+    "one_writer",
     "overlap_optimizer",
     "register_forward_method",
     "replicate",

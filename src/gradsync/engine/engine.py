@@ -292,6 +292,12 @@ class Engine(TrainingStep):
         self._apart = False
         self._compare()
 
+    @contextlib.contextmanager
+    def one_writer(self) -> Iterator[None]:
+        """What the body does to parameters counts once a host; without shared parameters, once a rank as ever."""
+        with contextlib.nullcontext() if self.shared is None else self.shared.one_writer(self.transport.rank):
+            yield
+
     def promise_static_graph(self) -> None:
         self.options = replace(self.options, static_graph=True)
         self.reducer.configure(options=self.options)

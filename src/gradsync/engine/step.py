@@ -21,7 +21,7 @@ from gradsync.engine import backward_rounds, without_backward
 from gradsync.engine.backward import Backward, accumulates, arm, come_at_once
 from gradsync.engine.buffers import Buffers
 from gradsync.engine.managed_parameters import ManagedParameters
-from gradsync.engine.module_state import ModuleState, Settings
+from gradsync.engine.module_state import Changes, ModuleState, Settings
 from gradsync.engine.outputs import check_local, tensors_in
 from gradsync.engine.parameter_group import ParameterGroup
 from gradsync.engine.parameter_policy import ParameterPolicy
@@ -111,6 +111,8 @@ class TrainingStep:
             self._looked_for_optimizers = True
             self.reducer.take_over_optimizers()
         self.abandon_dead()
+        if (shared := self.reducer.config.shared) is not None:
+            shared.check(self.transport.rank)
         self.stopwatch.forward_begins()
         self.reducer.forward_begins()
         if not self.reducer.forked:  # a child evaluates with the buffers that the rank had
@@ -305,6 +307,9 @@ class TrainingStep:
     def _confirm_changes(self) -> None:
         """Before a round: what this rank has set or changed since the one before, all ranks must have."""
         changes = self._state.find_changes(doubt=not self.reducer.group.as_expected)
+        shared = self.reducer.config.shared
+        if shared is not None and shared.has_moved and not changes.parameters:  # given another layout, for example
+            changes = Changes(parameters=True, described=f"{self._state.describe()}\nother memory")
         self.reducer.confirm(self._settings.described, changes.described)
         if changes.parameters:
             self._claim()
@@ -451,6 +456,8 @@ class TrainingStep:
 
     def disarm(self) -> None:
         """Leaves the module as if it had never been replicated."""
+        if (shared := self.reducer.config.shared) is not None and not self._superseded:
+            shared.give_back()
         self.managed.compute_parameters.to_registered()
         self._stop_listening()
         unsynchronized.unwatch(self)

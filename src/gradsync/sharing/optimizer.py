@@ -22,7 +22,7 @@ _STEP = "_gradsync_shared_step"
 class SharedOptimizer(Optimizer):
     """What the class of a shared optimizer is besides its own: a step that is a share, and a state that is whole."""
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Steps this rank's share; returns when all ranks of the host have stepped theirs."""
         loss = None
         if closure is not None:

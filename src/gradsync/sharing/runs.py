@@ -52,7 +52,9 @@ class Run:
             (gradient,) = gradients
             assert gradient is not None
             dense = gradient.to_dense() if gradient.layout is not torch.strided else gradient
-            self.values.grad = in_memory_order(dense, self.bucket.views[self.first])[self.extent.start : self.extent.stop]
+            self.values.grad = in_memory_order(dense, self.bucket.views[self.first])[
+                self.extent.start : self.extent.stop
+            ]
         else:
             views = self.bucket.views[self.first : self.last]
             if not all(map(is_, gradients, views)):

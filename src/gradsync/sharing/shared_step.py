@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from gradsync.engine.engine import Engine
 from gradsync.engine.step import owner_of
+from gradsync.errors import ReplicaLostError, RoundTimeoutError, UnfinishedRoundError
 from gradsync.guard import unsynchronized
 from gradsync.sharing import kinds
 from gradsync.sharing.counters import copied, counters, is_like
@@ -20,6 +21,7 @@ from gradsync.sharing.state import RunState
 from gradsync.sharing.whole import WholeParameters
 
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_NEWS, _FAILED = 1, 2  # what ranks say to each other at the end of a step
 _SCALER = ("grad_scale", "found_inf")  # what torch's GradScaler tells a fused optimizer
 
 
@@ -53,18 +55,43 @@ class Part:
     def begin_step(self) -> None:
         """Nobody reads the parameters any more when this returns."""
         self._shared.check(self.group.transport.rank)
-        self._memory.meet("the beginning of an optimizer's step")
+        try:
+            self._memory.meet("the beginning of an optimizer's step")
+        except (ReplicaLostError, RoundTimeoutError) as error:
+            raise type(error)(
+                f"{error} The parameters are whole, as after step {self._shared.steps}.", error.ranks
+            ) from None
 
     def end_step(self, inner: Optimizer) -> None:
         """They are whole again when this returns, on all ranks of the host."""
         torch.autograd.graph.increment_version([p for p in self.parameters if p.grad is not None])
         self.whole.write_numbers(inner)
-        has_news = self._memory.meet("the end of an optimizer's step", said=int(self.whole.has_news(inner)))
-        if has_news:
+        said = self._meet_at_end(_NEWS if self.whole.has_news(inner) else 0)
+        if said == _FAILED:
+            raise self._torn("the optimizer of another rank of this host raised")
+        if said == _NEWS:
             self.whole.tell(inner, self.group.transport)
             self.whole.write_numbers(inner)
-            self._memory.meet("the end of an optimizer's step")
+            self._meet_at_end()
         self._shared.stepped()
+
+    def fail_step(self) -> None:
+        """The optimizer has raised on this rank: so that the others need not wait."""
+        self._meet_at_end(_FAILED)
+
+    def _meet_at_end(self, said: int = 0) -> int:
+        try:
+            return self._memory.meet("the end of an optimizer's step", said)
+        except (ReplicaLostError, RoundTimeoutError) as error:
+            raise type(error)(f"{error} {self._torn('its share is missing')}", error.ranks) from None
+
+    def _torn(self, why: str) -> UnfinishedRoundError:
+        steps = self._shared.steps
+        return UnfinishedRoundError(
+            f"rank {self.group.transport.rank}: step {steps + 1} of a shared optimizer did not come to its end: {why}. "
+            "The parameters on this host, and the optimizer's state, are those of two steps; the last whole one was "
+            f"step {steps}. Go on from a checkpoint."
+        )
 
     def take_gradients(self, inner: Optimizer) -> None:
         """Gives each run its gradient; splits those of which some parameters have none."""
@@ -96,12 +123,12 @@ class Part:
         """Of each parameter, as the plain optimizer would have it."""
         yield from self.whole.plain_state()
         for run in self.runs:
-            state = inner.state.get(run.values)
-            for at in range(run.first, run.last) if state is not None else ():
+            state: dict[str, Any] = inner.state.get(run.values, {})
+            for at in range(run.first, run.last) if state else ():
                 parameter = self.group.parameters[run.bucket.indices[at]]
                 yield parameter, self._state.of_parameter(run, at, state)
 
-    def load(self, inner: Optimizer, plain: Mapping[nn.Parameter, dict[str, Any]]) -> None:
+    def load(self, inner: Optimizer, plain: Mapping[Tensor, dict[str, Any]]) -> None:
         """Takes over a plain optimizer's state, the same on all ranks."""
         runs: list[Run] = []
         for run in self.runs:
@@ -157,8 +184,13 @@ class SharedStep:
             group["params"] = [tensor for part in self._parts for tensor in part.of_group(number)] + self._alone[number]
         for part in self._parts:
             part.begin_step()
-        with unsynchronized.trusted():
-            inner.step()
+        try:
+            with unsynchronized.trusted():
+                inner.step()
+        except BaseException:
+            for part in self._parts:
+                part.fail_step()
+            raise
         with torch.no_grad():
             for part in self._parts:
                 part.share_state(inner)

@@ -23,8 +23,8 @@ from gradsync.transport import label as labels
 from gradsync.transport import progress_engine, summation
 from gradsync.transport.base import Request, SparseWork, Work, all_reduced
 from gradsync.transport.bridge import Bridge
-from gradsync.transport.control_words import Word
 from gradsync.transport.common_memory import CommonMemory
+from gradsync.transport.control_words import Word
 from gradsync.transport.host_memory import HostMemory
 from gradsync.transport.label import UNLABELLED, Label
 from gradsync.transport.process_group import ProcessGroupTransport
