@@ -26,8 +26,7 @@ from gradsync.engine.parameter_group import ParameterGroup
 from gradsync.engine.plan import gradient_stride
 from gradsync.errors import InvalidOptionError, ParametersChangedError
 from gradsync.guard import replicas
-from gradsync.transport.base import Transport
-from gradsync.transport.common_memory import CommonMemory
+from gradsync.transport.base import SharedOnce, Transport
 from gradsync.transport.shares import LINE, bounds, round_up
 
 _version = attrgetter("_version")
@@ -51,7 +50,7 @@ class SharedParameters:
                     f"a host can have in common, but '{entry.name}' is on {entry.parameter.device}. Leave it out."
                 )
         self._managed = managed
-        self.memory: CommonMemory | None = None
+        self.memory: SharedOnce | None = None
         """None before the first round has made a plan."""
         self.steps = 0
         """How many steps of shared optimizers all ranks of the host have ended."""
@@ -81,24 +80,20 @@ class SharedParameters:
                 offsets[id(entry.parameter)] = end
                 end = round_up(end + entry.parameter.nbytes, LINE)
         memory = transport.allocate_once(end)
-        if memory is None:
-            raise InvalidOptionError(
-                f"rank {transport.rank}: share_parameters=True, but the ranks have no memory in common: "
-                f"{transport.name}, {transport.reason}."
-            )
         tensors = [self._tensor(memory, entry.parameter, offsets[id(entry.parameter)]) for entry in entries]
         with torch.no_grad():
-            if memory.local_rank == 0:
+            if memory.local_rank == 0 or not memory.is_common:
                 for tensor, entry in zip(tensors, entries, strict=True):
                     tensor.copy_(entry.parameter)
-            memory.meet("the move of parameters to common memory")
+            memory.meet("the move of parameters to memory that ranks share")
             self._names = [entry.name for entry in entries]
             self._parameters = [entry.parameter for entry in entries]
             self.memory, self._bases, self._tensors = memory, bases, tensors
             self._show(tensors)
+            self._addresses = list(map(Tensor.data_ptr, self._parameters))
         self.accept()
 
-    def _tensor(self, memory: CommonMemory, parameter: nn.Parameter, offset: int) -> Tensor:
+    def _tensor(self, memory: SharedOnce, parameter: nn.Parameter, offset: int) -> Tensor:
         """A place for it, laid out as its gradient."""
         flat = memory.tensor(offset, parameter.numel(), parameter.dtype)
         return flat.as_strided(parameter.shape, gradient_stride(parameter))
@@ -120,16 +115,23 @@ class SharedParameters:
         offset = self._bases[number] + extent.start * dtype.itemsize
         return self.memory.tensor(offset, extent.stop - extent.start, dtype)
 
+    def spread(self, group: ParameterGroup, number: int) -> None:
+        """All ranks have stepped their shares of a bucket's parameters: makes all of them have the whole."""
+        assert self.memory is not None
+        plan = group.buckets[number].plan
+        self.memory.spread(self._bases[number], plan.numel, plan.dtype)
+
     # --- who writes ------------------------------------------------------------------------------
 
     def accept(self) -> None:
         """What is in the parameters now was written by those who may."""
         self._versions = list(map(_version, self._parameters))
-        self._addresses = list(map(Tensor.data_ptr, self._parameters))
 
     def check(self, rank: int) -> None:
         """Raises if somebody has written to parameters since."""
-        if self.memory is None or list(map(_version, self._parameters)) == self._versions:
+        if self.memory is None or not self.memory.is_common:
+            return
+        if list(map(_version, self._parameters)) == self._versions:
             return
         both = zip(self._names, self._parameters, self._versions, strict=True)
         written = [name for name, parameter, version in both if parameter._version != version]
@@ -146,6 +148,17 @@ class SharedParameters:
         self.steps += 1
         self.accept()
 
+    def check_place(self, rank: int) -> None:
+        """Before a step: raises if parameters have other memory than the shares that would be stepped."""
+        if self.has_moved:
+            both = zip(self._names, self._parameters, self._addresses, strict=True)
+            name = next(name for name, parameter, address in both if parameter.data_ptr() != address)
+            raise ParametersChangedError(
+                f"rank {rank}: parameters have other memory since the latest backward, '{name}' for example: they were "
+                "converted, or given other data. Run a backward before the next step, on all ranks: it moves them to "
+                "the memory that the ranks share."
+            )
+
     @property
     def has_moved(self) -> bool:
         """Whether a parameter has other memory now: it was converted, or given other data."""
@@ -155,7 +168,7 @@ class SharedParameters:
     def one_writer(self, rank: int) -> Iterator[None]:
         """What the body does to parameters counts once a host: all ranks but one do it to copies, which are dropped."""
         memory = self.memory
-        if memory is None:  # each rank has its own, and does the same
+        if memory is None or not memory.is_common:  # each rank has its own, and does the same
             yield
             return
         self.check(rank)

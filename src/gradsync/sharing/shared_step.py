@@ -45,7 +45,7 @@ class Part:
 
     @property
     def is_current(self) -> bool:
-        return self._engine.reducer.group is self.group and not self._shared.has_moved
+        return self._engine.reducer.group is self.group
 
     def of_group(self, number: int) -> list[Tensor]:
         """What this rank steps of a group of the optimizer's."""
@@ -64,6 +64,7 @@ class Part:
 
     def end_step(self, inner: Optimizer) -> None:
         """They are whole again when this returns, on all ranks of the host."""
+        self._spread()
         torch.autograd.graph.increment_version([p for p in self.parameters if p.grad is not None])
         self.whole.write_numbers(inner)
         said = self._meet_at_end(_NEWS if self.whole.has_news(inner) else 0)
@@ -74,6 +75,14 @@ class Part:
             self.whole.write_numbers(inner)
             self._meet_at_end()
         self._shared.stepped()
+
+    def _spread(self) -> None:
+        """Where ranks do not see each other's memory, they send what they have stepped."""
+        if not self._memory.is_common:
+            stepped = {run.number for run in self.runs if run.values.grad is not None}
+            for number in sorted(stepped):
+                self._shared.spread(self.group, number)
+            self.whole.spread(self.group.transport)
 
     def fail_step(self) -> None:
         """The optimizer has raised on this rank: so that the others need not wait."""
@@ -121,6 +130,8 @@ class Part:
 
     def plain_state(self, inner: Optimizer) -> Iterable[tuple[nn.Parameter, dict[str, Any]]]:
         """Of each parameter, as the plain optimizer would have it."""
+        self._state.spread()
+        self.whole.spread_state(self.group.transport)
         yield from self.whole.plain_state()
         for run in self.runs:
             state: dict[str, Any] = inner.state.get(run.values, {})
@@ -173,6 +184,9 @@ class SharedStep:
 
     def step(self, optimizer: Optimizer) -> None:
         """This rank's share of all parameters that have a gradient."""
+        for engine in _engines_of(optimizer):
+            assert engine.shared is not None
+            engine.shared.check_place(engine.transport.rank)
         if not self._is_current(optimizer):
             self._rebuild(optimizer)
         inner = self._inner

@@ -15,7 +15,7 @@ from gradsync.engine.parameter_group import ParameterGroup
 from gradsync.errors import NotSupportedError
 from gradsync.sharing.counters import copied, is_like
 from gradsync.sharing.runs import Run
-from gradsync.transport.common_memory import CommonMemory
+from gradsync.transport.base import SharedOnce
 from gradsync.transport.shares import LINE, round_up
 
 
@@ -28,7 +28,7 @@ class RunState:
         for bucket in group.buckets:
             self._bases.append(self._end)
             self._end = round_up(self._end + bucket.plan.nbytes, LINE)
-        self._memories: dict[str, CommonMemory] = {}
+        self._memories: dict[str, SharedOnce] = {}
 
     def bring(self, runs: Sequence[Run], states: Sequence[dict[str, Any]]) -> None:
         """Moves what is new in the states of these runs to common memory. All ranks have the same news."""
@@ -43,14 +43,18 @@ class RunState:
     def allocate(self, keys: Sequence[str]) -> None:
         """All ranks together."""
         for key in sorted(set(keys) - self._memories.keys()):
-            memory = self._group.transport.allocate_once(self._end)
-            assert memory is not None
-            self._memories[key] = memory
+            self._memories[key] = self._group.transport.allocate_once(self._end)
 
     def new_keys(self, runs: Sequence[Run], states: Sequence[dict[str, Any]]) -> list[str]:
         """Names of tensors that have no memory yet."""
         both = zip(runs, states, strict=True)
         return [k for run, state in both for k, v in state.items() if is_like(k, v) and k not in self._memories]
+
+    def spread(self) -> None:
+        """Makes the whole of it be seen by all ranks, who do this together unless they have memory in common."""
+        for _, memory in sorted(self._memories.items()):
+            for base, bucket in zip(self._bases, self._group.buckets, strict=True):
+                memory.spread(base, bucket.plan.numel, bucket.plan.dtype)
 
     def of_parameter(self, run: Run, at: int, state: dict[str, Any]) -> dict[str, Any]:
         """The state of one parameter of a run, in the plain optimizer's form; `at`: its place in the bucket."""

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradsync.errors import NotSupportedError
-from gradsync.transport.base import Transport
-from gradsync.transport.common_memory import CommonMemory
+from gradsync.transport.base import SharedOnce, Transport
 from gradsync.transport.shares import LINE, round_up
 
 _NUMBER = torch.float64  # in which numbers are kept; whole ones up to 2**53
@@ -44,14 +43,14 @@ def owners(parameters: Sequence[nn.Parameter], ranks: int) -> list[int]:
 class WholeParameters:
     """Those of one optimizer in one replica."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], names: Sequence[str], memory: CommonMemory) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], names: Sequence[str], memory: SharedOnce) -> None:
         self.parameters, self._names, self._memory = list(parameters), list(names), memory
-        owned_by = owners(parameters, memory.size)
+        self._owners = owned_by = owners(parameters, memory.size)
         self.mine = [p for p, owner in zip(parameters, owned_by, strict=True) if owner == memory.local_rank]
         self._index = {id(parameter): index for index, parameter in enumerate(parameters)}
         self._described: dict[str, dict[str, list[Any]]] = {}  # what this rank has told
         self._kept: dict[int, dict[str, Kept]] = {}  # of all ranks
-        self._state_memory: CommonMemory | None = None
+        self._state_memory: SharedOnce | None = None
 
     def has_news(self, inner: Optimizer) -> bool:
         """Whether this rank keeps something of which the others do not know."""
@@ -113,6 +112,22 @@ class WholeParameters:
         assert self._state_memory is not None
         numel = torch.Size(kept.shape).numel()
         return self._state_memory.tensor(kept.offset, numel, kept.dtype).view(kept.shape)
+
+    def spread(self, transport: Transport) -> None:
+        """Brings what was stepped to the other ranks, if they do not see it. All ranks together."""
+        self._send(transport, {index: [p.detach()] for index, p in enumerate(self.parameters) if p.grad is not None})
+
+    def spread_state(self, transport: Transport) -> None:
+        """The same for what is kept."""
+        self._send(transport, {index: list(map(self._place, keys.values())) for index, keys in self._kept.items()})
+
+    def _send(self, transport: Transport, tensors: dict[int, list[Tensor]]) -> None:
+        if self._memory.is_common:
+            return
+        for owner in range(self._memory.size):
+            of_owner = [one for index, some in tensors.items() if self._owners[index] == owner for one in some]
+            if of_owner:
+                transport.broadcast(of_owner, owner)
 
     def plain_state(self) -> list[tuple[nn.Parameter, dict[str, Any]]]:
         """Of all of them, as the plain optimizer would have it."""

@@ -23,6 +23,8 @@ _SAID = (1, 2)  # what it said there; two of them by turns, as a rank may come t
 class CommonMemory:
     """Freed with the last tensor over it."""
 
+    is_common = True
+
     def __init__(self, host: HostMemory, nbytes: int, channel: int = 0) -> None:
         """All ranks of the host together."""
         self.local_rank, self.size, self.nbytes = host.local_rank, host.size, nbytes
@@ -42,6 +44,9 @@ class CommonMemory:
         start = self._start + offset
         with torch.inference_mode(False):
             return torch.frombuffer(self._memory[start : start + numel * dtype.itemsize], dtype=dtype)
+
+    def spread(self, offset: int, numel: int, dtype: torch.dtype) -> None:
+        """Each rank has written its share of these elements: all of them see it."""
 
     def meet(self, what: str, said: int = 0) -> int:
         """Returns when all ranks of the host are here, with the largest number that any of them has said.
