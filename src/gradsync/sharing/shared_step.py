@@ -173,11 +173,7 @@ class SharedStep:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._elementwise = kinds.is_elementwise(optimizer)
-        self._inner: Optimizer = object.__new__(type(optimizer))
-        self._inner.__dict__.update(optimizer.__dict__)
-        for hooks in _HOOKS:  # they are the outer one's, who has its own step
-            setattr(self._inner, hooks, OrderedDict())
-        self._inner.state = defaultdict(dict)
+        self._inner = _twin(optimizer)
         self._parts: list[Part] = []
         self._alone: list[list[Tensor]] = []  # for each group, what every rank has for itself, and steps
         self._sizes: list[int] = []
@@ -243,12 +239,20 @@ class SharedStep:
         self._alone = [[p for p in group["params"] if id(p) not in shared] for group in optimizer.param_groups]
         self._sizes = _sizes(optimizer)
         self._inner.param_groups = [{**group, "params": []} for group in optimizer.param_groups]
-        self._inner.state = defaultdict(dict)
+        self._inner.state.clear()
         for one in (p for group in self._alone for p in group if p in plain):
             self._inner.state[one] = plain[one]
         with torch.no_grad():
             for part in self._parts:
                 part.load(self._inner, plain)
+
+
+def _twin(optimizer: Optimizer) -> Optimizer:
+    """A plain one of the same class and with the same settings, but with a state and with hooks of its own."""
+    made: Optimizer = object.__new__(type(optimizer))
+    hooks = {name: OrderedDict[int, Any]() for name in _HOOKS}
+    made.__dict__.update(optimizer.__dict__ | hooks | {"state": defaultdict(dict)})
+    return made
 
 
 def _sizes(optimizer: Optimizer) -> list[int]:
