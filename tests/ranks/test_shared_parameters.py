@@ -26,6 +26,7 @@ from gradsync.errors import (
     ReplicaDivergedError,
     ReplicaLostError,
     UnfinishedRoundError,
+    UnsynchronizedStepError,
 )
 from tests.ranks.memory import be_on_host, mapped
 from tests.ranks.small import FRONTS, make, same_everywhere
@@ -407,6 +408,20 @@ def test_bad_input_is_refused() -> None:
         gradsync.share_optimizer(optim.SGD(build().parameters(), lr=0.1))
     with pytest.raises(InvalidOptionError, match="needs gradients that lie in their buckets"):
         gradsync.replicate(build(), share_parameters=True, gradient_as_bucket_view=False)
+
+
+@on_ranks(2)
+def test_a_plain_optimizer_is_refused_before_it_counts_twice() -> None:
+    model = gradsync.replicate(build(), share_parameters=True)
+    backward(model, 0)
+    before = [parameter.clone() for parameter in model.parameters()]
+    plain = optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(UnsynchronizedStepError, match=r"gradsync\.share_optimizer"):
+        plain.step()
+    torch.testing.assert_close(list(model.parameters()), before, rtol=0, atol=0)
+    gradsync.share_optimizer(plain).step()
+    with pytest.raises(InvalidOptionError, match=r"overlap_optimizer\(\) does not go together"):
+        gradsync.overlap_optimizer(model, plain)
 
 
 # --- faults ------------------------------------------------------------------------------------------------------

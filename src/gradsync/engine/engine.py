@@ -222,6 +222,10 @@ class Engine(TrainingStep):
         self._settings.take(self.options)
 
     def overlap_optimizer(self, stepper: Stepper) -> None:
+        if self.shared is not None:
+            raise InvalidOptionError(
+                "overlap_optimizer() does not go together with share_parameters=True yet: use share_optimizer()."
+            )
         if self.reducer.config.stepper is not None:
             raise HookError("an optimizer steps in this module's backward already; there can be one")
         self.reducer.configure(stepper=stepper)

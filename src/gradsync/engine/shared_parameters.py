@@ -129,7 +129,7 @@ class SharedParameters:
 
     def check(self, rank: int) -> None:
         """Raises if somebody has written to parameters since."""
-        if self.memory is None or not self.memory.is_common:
+        if not self.is_common:
             return
         if list(map(_version, self._parameters)) == self._versions:
             return
@@ -158,6 +158,11 @@ class SharedParameters:
                 "converted, or given other data. Run a backward before the next step, on all ranks: it moves them to "
                 "the memory that the ranks share."
             )
+
+    @property
+    def is_common(self) -> bool:
+        """Whether what one rank writes is written to everybody's, by now."""
+        return self.memory is not None and self.memory.is_common
 
     @property
     def has_moved(self) -> bool:

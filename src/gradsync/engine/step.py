@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from gradsync import _torch
@@ -28,7 +29,12 @@ from gradsync.engine.parameter_policy import ParameterPolicy
 from gradsync.engine.reducer import Reducer
 from gradsync.engine.round import Phase, Round
 from gradsync.engine.uneven import Joining
-from gradsync.errors import NoProcessGroupError, ParametersChangedError, UnfinishedRoundError
+from gradsync.errors import (
+    NoProcessGroupError,
+    ParametersChangedError,
+    UnfinishedRoundError,
+    UnsynchronizedStepError,
+)
 from gradsync.events import Recorder
 from gradsync.guard import unsynchronized
 from gradsync.guard.replicas import Comparison
@@ -448,6 +454,18 @@ class TrainingStep:
         if self._listening is not None:
             self._listening[1]()
             self._listening = None
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Parameters that lie once a host are stepped by shares: a plain step would count once for each rank."""
+        shared = self.reducer.config.shared
+        if shared is None or not shared.is_common or getattr(optimizer, "steps_shares", False):
+            return
+        name = type(optimizer).__name__
+        raise UnsynchronizedStepError(
+            f"rank {self.transport.rank}: {name}.step() on parameters that the ranks of this host have once "
+            "(share_parameters=True): each rank's step would count. Nothing was changed. Call "
+            "`optimizer = gradsync.share_optimizer(optimizer)` once, on all ranks."
+        )
 
     def optimizer_stepped(self, began_at: float) -> None:
         """On parameters of ours."""

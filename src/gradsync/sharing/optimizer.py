@@ -22,6 +22,8 @@ _STEP = "_gradsync_shared_step"
 class SharedOptimizer(Optimizer):
     """What the class of a shared optimizer is besides its own: a step that is a share, and a state that is whole."""
 
+    steps_shares = True
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Steps this rank's share; returns when all ranks of the host have stepped theirs."""
         loss = None
