@@ -10,8 +10,9 @@ from gradsync.guard.fingerprint import fingerprint
 from gradsync.guard.unsynchronized import allow_unsynchronized_steps
 from gradsync.observe.statistics import Statistics
 from gradsync.options import Options
-from gradsync.replica import overlap_optimizer, statistics, uneven, verify
+from gradsync.replica import one_writer, overlap_optimizer, statistics, uneven, verify
 from gradsync.replicate import ReplicateModule, register_forward_method, replicate, unreplicate
+from gradsync.sharing.optimizer import share_optimizer
 from gradsync.tracing.trace import trace
 
 if TYPE_CHECKING:
@@ -45,9 +46,11 @@ __all__ = [
     "errors",
     "fingerprint",
     "observe",
+    "one_writer",
     "overlap_optimizer",
     "register_forward_method",
     "replicate",
+    "share_optimizer",
     "statistics",
     "tensor_parallel",
     "trace",

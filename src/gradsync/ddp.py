@@ -81,6 +81,7 @@ class DistributedDataParallel(TorchPrivate, JoinableReplica, Replica, nn.Module,
         verify: Verify = "auto",
         on_divergence: OnDivergence = "raise",
         on_nonfinite: OnNonFinite = "ignore",
+        share_parameters: bool = False,
     ) -> None:
         arguments.module(module, "DistributedDataParallel", "For several modules use gradsync.replicate([...]).")
         super().__init__()
@@ -136,6 +137,7 @@ class DistributedDataParallel(TorchPrivate, JoinableReplica, Replica, nn.Module,
             verify=verify,
             on_divergence=on_divergence,
             on_nonfinite=on_nonfinite,
+            share_parameters=share_parameters,
             delayed=delayed[0],
             delayed_until=delayed[1],
         )

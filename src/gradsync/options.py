@@ -68,12 +68,15 @@ class Options:
     """If a gradient has NaN or Inf: "ignore"; "warn" in the log which parameter's, and from which ranks it came; or
     "raise" that on all ranks, at the end of backward. Looking costs one more pass over the gradients, before and after
     the sum."""
+    share_parameters: bool = False
+    """The parameters of all ranks of a host lie there once, in memory that they have in common, from the first round
+    on. With `gradsync.share_optimizer` each rank steps its share of them. For parameters on the CPU."""
     delayed: tuple[str, ...] = ()
     """Parameters that are reduced together, behind `delayed_until`."""
     delayed_until: str | None = None
 
     def __post_init__(self) -> None:
-        flags = ["gradient_as_bucket_view", "init_sync_buffers", "static_graph"]
+        flags = ["gradient_as_bucket_view", "init_sync_buffers", "static_graph", "share_parameters"]
         if self.find_unused_parameters is not None:
             flags.append("find_unused_parameters")
         for name in flags:
@@ -90,6 +93,10 @@ class Options:
             raise InvalidOptionError(f"buffers_from must be a rank, from 0 on, but is {self.buffers_from}.")
         if isinstance(self.init_sync, bool):
             object.__setattr__(self, "init_sync", "broadcast" if self.init_sync else "check")
+        if self.share_parameters and not self.gradient_as_bucket_view:
+            raise InvalidOptionError(
+                "share_parameters=True needs gradients that lie in their buckets: leave out gradient_as_bucket_view."
+            )
         one_of("init_sync", self.init_sync, get_args(Start))
         one_of("reduce", self.reduce, get_args(Reduce))
         one_of("buffers", self.buffers, get_args(BufferMode))

@@ -106,6 +106,11 @@ class Replica:
         with transport.starting():
             engine.change_group(group, transport)
 
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As ever, on all ranks; parameters that lie once a host are written to by one of its ranks."""
+        with self._engine.one_writer():
+            return super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
+
     def set_sparse_rows(self, rows: Mapping[str, Tensor]) -> None:
         """Which rows of sparse embeddings any rank will use, from the next round on, by the parameters' names.
 
@@ -205,6 +210,17 @@ def overlap_optimizer(
     stepper = make_stepper(optimizer, engine.reducer.parameters, clip_value, free_gradients)
     engine.overlap_optimizer(stepper)
     return stepper.optimizer
+
+
+@contextlib.contextmanager
+def one_writer(module: nn.Module) -> Iterator[None]:
+    """Around code that writes to parameters which lie once a host (`share_parameters=True`): it counts once, not once
+    for each rank. On all ranks, who all run the body; those that do not write do it to copies, which are dropped.
+    """
+    with contextlib.ExitStack() as stack:
+        for engine in engines_in(arguments.module(module, "one_writer()")):
+            stack.enter_context(engine.one_writer())
+        yield
 
 
 def uneven(loader: Iterable[T], module: nn.Module) -> Iterator[T]:

@@ -26,6 +26,7 @@ from gradsync.engine.module_names import named_parameters
 from gradsync.engine.module_state import ModuleState, Settings
 from gradsync.engine.parameter_policy import ParameterPolicy
 from gradsync.engine.reducer import Reducer
+from gradsync.engine.shared_parameters import SharedParameters
 from gradsync.engine.sparse_rows import check_rows
 from gradsync.engine.step import TrainingStep
 from gradsync.engine.uneven import Joining
@@ -101,6 +102,16 @@ class Engine(TrainingStep):
                 is_wrapped=is_wrapped,
             )
         self.options, self.ignored = options, ignored
+        self.shared: SharedParameters | None = None
+        """Where the parameters lie, if the ranks of a host have them once."""
+        if options.share_parameters:
+            if policy != ParameterPolicy():
+                raise InvalidOptionError(
+                    "share_parameters=True does not go together with a mesh, or with a precision or offload policy: "
+                    "then parameters compute as other tensors, of which each rank has its own. Leave one of them out."
+                )
+            self.shared = SharedParameters(managed, transport)
+            reducer.configure(shared=self.shared)
         self.statistics = Statistics(module=type(modules[0]).__name__)
         self.statistics.moved_to(transport.name, transport.reason, transport.rank, transport.size)
         self.add_recorder(self.statistics.record)
@@ -211,6 +222,10 @@ class Engine(TrainingStep):
         self._settings.take(self.options)
 
     def overlap_optimizer(self, stepper: Stepper) -> None:
+        if self.shared is not None:
+            raise InvalidOptionError(
+                "overlap_optimizer() does not go together with share_parameters=True yet: use share_optimizer()."
+            )
         if self.reducer.config.stepper is not None:
             raise HookError("an optimizer steps in this module's backward already; there can be one")
         self.reducer.configure(stepper=stepper)
@@ -280,6 +295,12 @@ class Engine(TrainingStep):
         replicas.compare(tensors, numbers, self.transport)
         self._apart = False
         self._compare()
+
+    @contextlib.contextmanager
+    def one_writer(self) -> Iterator[None]:
+        """What the body does to parameters counts once a host; without shared parameters, once a rank as ever."""
+        with contextlib.nullcontext() if self.shared is None else self.shared.one_writer(self.transport.rank):
+            yield
 
     def promise_static_graph(self) -> None:
         self.options = replace(self.options, static_graph=True)

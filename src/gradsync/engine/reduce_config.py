@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -11,6 +12,9 @@ from gradsync.engine.sparse_rows import KnownRows
 from gradsync.hooks.comm_hook import Hook
 from gradsync.hooks.optimizer_overlap import Stepper
 from gradsync.options import Options
+
+if TYPE_CHECKING:
+    from gradsync.engine.shared_parameters import SharedParameters
 
 _FINE = 2**20  # a weight of one, as an integer
 
@@ -84,6 +88,8 @@ class ReduceConfig:
     """Sees each bucket's reduced gradients before they are delivered."""
     stepper: Stepper | None = None
     """Steps an optimizer for the parameters of each bucket as soon as it is delivered."""
+    shared: SharedParameters | None = None
+    """Where parameters lie that the ranks of a host have once."""
     known_rows: Mapping[str, KnownRows] | None = None
     """Of parameters with sparse gradients: the rows that any rank will use."""
 

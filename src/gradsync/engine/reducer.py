@@ -21,7 +21,7 @@ from gradsync.engine.managed_parameters import HasGrad, Managed
 from gradsync.engine.parameter_group import ManagedBefore, ParameterGroup
 from gradsync.engine.reduce_config import ReduceConfig, Scaling
 from gradsync.engine.round import Phase, Round, ask_all
-from gradsync.errors import ForkedError, UnfinishedRoundError
+from gradsync.errors import ForkedError, InvalidOptionError, UnfinishedRoundError
 from gradsync.events import RoundClosed
 from gradsync.guard.replicas import Comparison
 from gradsync.hooks.comm_hook import Hook
@@ -323,6 +323,11 @@ class Reducer:
     def take_over_optimizers(self) -> None:
         """Optimizers in backward that torch has put on the parameters."""
         if self.config.stepper is None and (found := TorchsInBackward.found_on(self.parameters)) is not None:
+            if self.config.shared is not None:
+                raise InvalidOptionError(
+                    f"rank {self.rank}: optimizers in backward do not go together with share_parameters=True: "
+                    "use gradsync.share_optimizer()."
+                )
             self.configure(stepper=found)
 
     # --- what the guard asks before an optimizer's step ------------------------------------------

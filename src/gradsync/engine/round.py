@@ -287,6 +287,8 @@ class Round:
         self.identity = self.identity._replace(module=lockstep.serial)
         by_rows = self._config.comm_hook is None  # a hook wants to see the whole
         group.make_plan(self.order, [holder.grad for holder in self._holders], self._config.options, by_rows)
+        if self._config.shared is not None:
+            self._config.shared.place(group)
         self.scaling = self.scaling.in_units_of(weights)
 
     def _take_late(self, index: int) -> Tensor:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from gradsync import _torch
@@ -20,14 +21,19 @@ from gradsync.engine import backward_rounds, without_backward
 from gradsync.engine.backward import Backward, accumulates, arm, come_at_once
 from gradsync.engine.buffers import Buffers
 from gradsync.engine.managed_parameters import ManagedParameters
-from gradsync.engine.module_state import ModuleState, Settings
+from gradsync.engine.module_state import Changes, ModuleState, Settings
 from gradsync.engine.outputs import check_local, tensors_in
 from gradsync.engine.parameter_group import ParameterGroup
 from gradsync.engine.parameter_policy import ParameterPolicy
 from gradsync.engine.reducer import Reducer
 from gradsync.engine.round import Phase, Round
 from gradsync.engine.uneven import Joining
-from gradsync.errors import NoProcessGroupError, ParametersChangedError, UnfinishedRoundError
+from gradsync.errors import (
+    NoProcessGroupError,
+    ParametersChangedError,
+    UnfinishedRoundError,
+    UnsynchronizedStepError,
+)
 from gradsync.events import Recorder
 from gradsync.guard import unsynchronized
 from gradsync.guard.replicas import Comparison
@@ -111,6 +117,8 @@ class TrainingStep:
             self._looked_for_optimizers = True
             self.reducer.take_over_optimizers()
         self.abandon_dead()
+        if (shared := self.reducer.config.shared) is not None:
+            shared.check(self.transport.rank)
         self.stopwatch.forward_begins()
         self.reducer.forward_begins()
         if not self.reducer.forked:  # a child evaluates with the buffers that the rank had
@@ -305,6 +313,9 @@ class TrainingStep:
     def _confirm_changes(self) -> None:
         """Before a round: what this rank has set or changed since the one before, all ranks must have."""
         changes = self._state.find_changes(doubt=not self.reducer.group.as_expected)
+        shared = self.reducer.config.shared
+        if shared is not None and shared.has_moved and not changes.parameters:  # given another layout, for example
+            changes = Changes(parameters=True, described=f"{self._state.describe()}\nother memory")
         self.reducer.confirm(self._settings.described, changes.described)
         if changes.parameters:
             self._claim()
@@ -443,6 +454,18 @@ class TrainingStep:
             self._listening[1]()
             self._listening = None
 
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Parameters that lie once a host are stepped by shares: a plain step would count once for each rank."""
+        shared = self.reducer.config.shared
+        if shared is None or not shared.is_common or getattr(optimizer, "steps_shares", False):
+            return
+        name = type(optimizer).__name__
+        raise UnsynchronizedStepError(
+            f"rank {self.transport.rank}: {name}.step() on parameters that the ranks of this host have once "
+            "(share_parameters=True): each rank's step would count. Nothing was changed. Call "
+            "`optimizer = gradsync.share_optimizer(optimizer)` once, on all ranks."
+        )
+
     def optimizer_stepped(self, began_at: float) -> None:
         """On parameters of ours."""
         self.reducer.stepped()
@@ -450,6 +473,8 @@ class TrainingStep:
 
     def disarm(self) -> None:
         """Leaves the module as if it had never been replicated."""
+        if (shared := self.reducer.config.shared) is not None and not self._superseded:
+            shared.give_back()
         self.managed.compute_parameters.to_registered()
         self._stop_listening()
         unsynchronized.unwatch(self)

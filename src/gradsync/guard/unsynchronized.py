@@ -83,6 +83,9 @@ class Watched(Protocol):
     def optimizer_stepped(self, began_at: float) -> None:
         """On its parameters, since then."""
 
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Raises if such an optimizer must not step its parameters."""
+
 
 class Owned(NamedTuple):
     """The part that one optimizer has in one replica."""
@@ -209,6 +212,7 @@ def _look(optimizer: Optimizer) -> None:
             continue
         reducer: Rounds = engine.reducer
         engine.transport.check_alive()
+        engine.check_optimizer(optimizer)
         reducer.undo_divisions()
         if reducer.seems_dirty and (lost := reducer.name_lost(one.indices)):
             raise _lost_error(optimizer, reducer.rank, lost)

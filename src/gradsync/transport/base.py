@@ -82,6 +82,26 @@ class SparseWork(Protocol):
         """Waits, then gives the reduced gradient."""
 
 
+class SharedOnce(Protocol):
+    """Memory of which each rank writes its share."""
+
+    is_common: bool
+    """The ranks of a host see the same; else each has its own, of which it knows its share until it is spread."""
+    local_rank: int
+    size: int
+    ranks: list[int]
+    """Who has shares, by their numbers in the group."""
+
+    def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
+        """So many elements from that byte on, with a storage of their own."""
+
+    def spread(self, offset: int, numel: int, dtype: torch.dtype) -> None:
+        """All ranks have written their shares of these elements: makes all of them see the whole."""
+
+    def meet(self, what: str, said: int = 0) -> int:
+        """Returns when all of them are here, with the largest number that any has said; `what` they do, in words."""
+
+
 class Transport(Protocol):
     """Carries buckets between the ranks of one group.
 
@@ -120,6 +140,9 @@ class Transport(Protocol):
 
     def is_shared(self, buffer: Tensor) -> bool:
         """Whether other ranks see this memory, which `allocate` gave."""
+
+    def allocate_once(self, nbytes: int) -> SharedOnce:
+        """Memory for what each rank has a share of: the ranks of a host have it in common, or each its own."""
 
     def reduce(self, buffer: Tensor, scale: float, label: Label = UNLABELLED) -> Work:
         """Starts replacing `buffer` on every rank by the sum over the ranks of `scale * buffer`.

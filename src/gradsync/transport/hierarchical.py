@@ -23,6 +23,7 @@ from gradsync.transport import label as labels
 from gradsync.transport import progress_engine, summation
 from gradsync.transport.base import Request, SparseWork, Work, all_reduced
 from gradsync.transport.bridge import Bridge
+from gradsync.transport.common_memory import CommonMemory
 from gradsync.transport.control_words import Word
 from gradsync.transport.host_memory import HostMemory
 from gradsync.transport.label import UNLABELLED, Label
@@ -43,7 +44,8 @@ class HierarchicalTransport:
         self.reason = f"{group.size} ranks are on {bridge.hosts} hosts"
         self._group, self._host, self._bridge = group, host, bridge
         # With room for what the ranks of this host say of a sum: it crosses with it.
-        self._buffers = SharedBuffers(host, host.link.open_channel(), labels.PLACES)
+        self._channel = host.link.open_channel()
+        self._buffers = SharedBuffers(host, self._channel, labels.PLACES)
 
     @property
     def watch(self) -> Watch | None:
@@ -67,6 +69,9 @@ class HierarchicalTransport:
 
     def is_shared(self, buffer: Tensor) -> bool:
         return self._buffers.find(buffer) is not None
+
+    def allocate_once(self, nbytes: int) -> CommonMemory:
+        return CommonMemory(self._host, nbytes, self._channel)
 
     def reduce(self, buffer: Tensor, scale: float, label: Label = UNLABELLED) -> Work:
         found = self._buffers.find(buffer)

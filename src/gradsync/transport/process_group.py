@@ -23,6 +23,7 @@ from gradsync.transport.dedicated_group import Connections
 from gradsync.transport.label import UNLABELLED, Label
 from gradsync.transport.link import Link
 from gradsync.transport.membership import Membership
+from gradsync.transport.own_memory import OwnMemory
 from gradsync.transport.start_watch import StartWatch
 from gradsync.transport.tensor_bytes import bytes_of
 from gradsync.transport.waiting import PAUSE
@@ -96,6 +97,17 @@ class ProcessGroupTransport:
 
     def is_shared(self, buffer: Tensor) -> bool:
         return False
+
+    def allocate_once(self, nbytes: int) -> OwnMemory:
+        return OwnMemory(self.rank, self.size, nbytes, self._gather_cpu, self._largest)
+
+    def _gather_cpu(self, mine: Tensor) -> list[Tensor]:
+        if self.size == 1:
+            return [mine]
+        return [found.to(mine.device) for found in self._gather(mine)]
+
+    def _largest(self, number: int) -> int:
+        return max(row[0] for row in self.gather([number]))
 
     def reduce(self, buffer: Tensor, scale: float, label: Label = UNLABELLED) -> Work:
         summation.scale_(buffer, scale)  # before the sum, not after: a sum of float16 gradients overflows easily

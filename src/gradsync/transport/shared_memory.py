@@ -17,6 +17,7 @@ from gradsync.options import MIB
 from gradsync.transport import label as labels
 from gradsync.transport import progress_engine, summation
 from gradsync.transport.base import Done, Request, RowWork, SparseWork, Work
+from gradsync.transport.common_memory import CommonMemory
 from gradsync.transport.host_memory import HostMemory
 from gradsync.transport.label import UNLABELLED, Label
 from gradsync.transport.process_group import ProcessGroupTransport, SparseDone
@@ -40,7 +41,7 @@ class SharedMemoryTransport:
     def __init__(self, group: ProcessGroupTransport, host: HostMemory) -> None:
         self.rank, self.size, self.limit = group.rank, group.size, group.limit
         self._group, self._host = group, host
-        channel = host.link.open_channel()  # replicas may train in threads of their own
+        self._channel = channel = host.link.open_channel()  # replicas may train in threads of their own
         self._buffers, self._staging = SharedBuffers(host, channel), Staging(host, channel)
 
     @property
@@ -65,6 +66,9 @@ class SharedMemoryTransport:
 
     def is_shared(self, buffer: Tensor) -> bool:
         return self._buffers.find(buffer) is not None
+
+    def allocate_once(self, nbytes: int) -> CommonMemory:
+        return CommonMemory(self._host, nbytes, self._channel)
 
     def reduce(self, buffer: Tensor, scale: float, label: Label = UNLABELLED) -> Work:
         found = self._buffers.find(buffer)

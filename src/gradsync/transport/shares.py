@@ -22,8 +22,8 @@ def block_numel(size: int, itemsize: int) -> int:
     return max(BLOCK_BYTES // size // itemsize // line, 1) * line
 
 
-def blocks(start: int, stop: int, local_rank: int, size: int, itemsize: int) -> Iterator[tuple[int, int]]:
-    """The blocks of one rank's share of the elements from `start` to `stop`.
+def bounds(start: int, stop: int, local_rank: int, size: int, itemsize: int) -> tuple[int, int]:
+    """One rank's share of the elements from `start` to `stop`.
 
     Shares end at multiples of a cache line, as counted from the slot's begin: no two ranks write to the same one.
     """
@@ -31,8 +31,15 @@ def blocks(start: int, stop: int, local_rank: int, size: int, itemsize: int) -> 
     share = round_up(math.ceil((stop - start) / size), line)
     first = start if local_rank == 0 else round_up(start, line) + local_rank * share
     last = stop if local_rank == size - 1 else min(round_up(start, line) + (local_rank + 1) * share, stop)
+    first = min(first, stop)
+    return first, max(first, last)
+
+
+def blocks(start: int, stop: int, local_rank: int, size: int, itemsize: int) -> Iterator[tuple[int, int]]:
+    """The blocks of one rank's share of the elements from `start` to `stop`."""
+    first, last = bounds(start, stop, local_rank, size, itemsize)
     step = block_numel(size, itemsize)
-    for begin in range(min(first, stop), last, step):
+    for begin in range(first, last, step):
         yield begin, min(begin + step, last)
 
 

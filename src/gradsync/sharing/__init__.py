@@ -1,0 +1,1 @@
+"""Optimizers of which each rank of a host steps its share."""

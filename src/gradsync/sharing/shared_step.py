@@ -1,0 +1,270 @@
+"""How an elementwise optimizer is stepped by shares: a plain one of the same class, over this rank's runs."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gradsync.engine.engine import Engine
+from gradsync.engine.step import owner_of
+from gradsync.errors import ReplicaLostError, RoundTimeoutError, UnfinishedRoundError
+from gradsync.guard import unsynchronized
+from gradsync.sharing import kinds
+from gradsync.sharing.counters import copied, counters, is_like
+from gradsync.sharing.runs import Run, find_runs
+from gradsync.sharing.state import RunState
+from gradsync.sharing.whole import WholeParameters
+
+_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_NEWS, _FAILED = 1, 2  # what ranks say to each other at the end of a step
+_SCALER = ("grad_scale", "found_inf")  # what torch's GradScaler tells a fused optimizer
+
+
+class Part:
+    """What an optimizer has of one replica, as that is planned now."""
+
+    def __init__(self, engine: Engine, groups: Mapping[int, int], elementwise: bool) -> None:
+        """`groups`: of the optimizer, by the identities of its parameters."""
+        assert engine.shared is not None
+        assert engine.shared.memory is not None
+        self._engine, self.group, self._shared = engine, engine.reducer.group, engine.shared
+        self._memory, self._groups = engine.shared.memory, groups
+        self.runs = find_runs(self.group, self._shared, groups) if elementwise else []
+        self._state = RunState(self.group)
+        in_runs = {index for run in self.runs for index in run.indices}
+        left = [i for i, p in enumerate(self.group.parameters) if i not in in_runs and id(p) in groups]
+        self.whole = WholeParameters(
+            [self.group.parameters[index] for index in left], list(map(self.group.name, left)), self._memory
+        )
+        self.parameters = [self.group.parameters[index] for index in sorted(in_runs)] + self.whole.parameters
+
+    @property
+    def is_current(self) -> bool:
+        return self._engine.reducer.group is self.group
+
+    def of_group(self, number: int) -> list[Tensor]:
+        """What this rank steps of a group of the optimizer's."""
+        mine: list[Tensor] = [run.values for run in self.runs if run.group == number]
+        return mine + [p for p in self.whole.mine if self._groups[id(p)] == number]
+
+    def begin_step(self) -> None:
+        """Nobody reads the parameters any more when this returns."""
+        self._shared.check(self.group.transport.rank)
+        try:
+            self._memory.meet("the beginning of an optimizer's step")
+        except (ReplicaLostError, RoundTimeoutError) as error:
+            raise type(error)(
+                f"{error} The parameters are whole, as after step {self._shared.steps}.", error.ranks
+            ) from None
+
+    def end_step(self, inner: Optimizer) -> None:
+        """They are whole again when this returns, on all ranks of the host."""
+        self._spread()
+        torch.autograd.graph.increment_version([p for p in self.parameters if p.grad is not None])
+        self.whole.write_numbers(inner)
+        said = self._meet_at_end(_NEWS if self.whole.has_news(inner) else 0)
+        if said == _FAILED:
+            raise self._torn("the optimizer of another rank of this host raised")
+        if said == _NEWS:
+            self.whole.tell(inner, self.group.transport)
+            self.whole.write_numbers(inner)
+            self._meet_at_end()
+        self._shared.stepped()
+
+    def _spread(self) -> None:
+        """Where ranks do not see each other's memory, they send what they have stepped."""
+        if not self._memory.is_common:
+            stepped = {run.number for run in self.runs if run.values.grad is not None}
+            for number in sorted(stepped):
+                self._shared.spread(self.group, number)
+            self.whole.spread(self.group.transport)
+
+    def fail_step(self) -> None:
+        """The optimizer has raised on this rank: so that the others need not wait."""
+        self._meet_at_end(_FAILED)
+
+    def _meet_at_end(self, said: int = 0) -> int:
+        try:
+            return self._memory.meet("the end of an optimizer's step", said)
+        except (ReplicaLostError, RoundTimeoutError) as error:
+            raise type(error)(f"{error} {self._torn('its share is missing')}", error.ranks) from None
+
+    def _torn(self, why: str) -> UnfinishedRoundError:
+        steps = self._shared.steps
+        return UnfinishedRoundError(
+            f"rank {self.group.transport.rank}: step {steps + 1} of a shared optimizer did not come to its end: {why}. "
+            "The parameters on this host, and the optimizer's state, are those of two steps; the last whole one was "
+            f"step {steps}. Go on from a checkpoint."
+        )
+
+    def take_gradients(self, inner: Optimizer) -> None:
+        """Gives each run its gradient; splits those of which some parameters have none."""
+        parameters, runs = self.group.parameters, []
+        for run in self.runs:
+            gradients = [parameters[index].grad for index in run.indices]
+            missing = [gradient is None for gradient in gradients]
+            if not any(missing) or all(missing):
+                run.take_gradient(gradients)
+                runs.append(run)
+                continue
+            first = run.first
+            for part, state in run.split(missing, inner.state.pop(run.values, {})):
+                if state:
+                    inner.state[part.values] = state
+                part.take_gradient(gradients[part.first - first : part.last - first])
+                runs.append(part)
+        self.runs = runs
+
+    def share_state(self, inner: Optimizer) -> None:
+        """What the step has added to the state goes to common memory. All ranks together."""
+        runs = [run for run in self.runs if run.values in inner.state]
+        states = [inner.state[run.values] for run in runs]
+        if keys := self._state.new_keys(runs, states):
+            self._state.allocate(keys)
+        self._state.bring(runs, states)
+
+    def plain_state(self, inner: Optimizer) -> Iterable[tuple[nn.Parameter, dict[str, Any]]]:
+        """Of each parameter, as the plain optimizer would have it."""
+        self._state.spread()
+        self.whole.spread_state(self.group.transport)
+        yield from self.whole.plain_state()
+        for run in self.runs:
+            state: dict[str, Any] = inner.state.get(run.values, {})
+            for at in range(run.first, run.last) if state else ():
+                parameter = self.group.parameters[run.bucket.indices[at]]
+                yield parameter, self._state.of_parameter(run, at, state)
+
+    def load(self, inner: Optimizer, plain: Mapping[Tensor, dict[str, Any]]) -> None:
+        """Takes over a plain optimizer's state, the same on all ranks."""
+        runs: list[Run] = []
+        for run in self.runs:
+            of_each = [plain.get(self.group.parameters[index], {}) for index in run.indices]
+            for part, _ in run.split(list(map(counters, of_each)), {}):
+                runs.append(part)
+                mine = of_each[part.first - run.first : part.last - run.first]
+                if mine[0]:
+                    inner.state[part.values] = _state_of(part, mine)
+        self.runs = runs
+        self.share_state(inner)
+        for parameter in self.whole.mine:
+            if state := plain.get(parameter):
+                inner.state[parameter] = dict(state)
+        if self._memory.meet("the loading of an optimizer's state", said=int(self.whole.has_news(inner))):
+            self.whole.tell(inner, self.group.transport)
+            self.whole.write_numbers(inner)
+        self._memory.meet("the loading of an optimizer's state")
+
+
+def _state_of(run: Run, of_each: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The state of a run, from that of each of its parameters."""
+    return {
+        key: run.flatten([state[key] for state in of_each]) if is_like(key, value) else copied(value)
+        for key, value in of_each[0].items()
+    }
+
+
+class SharedStep:
+    """Of one optimizer."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._elementwise = kinds.is_elementwise(optimizer)
+        self._inner = _twin(optimizer)
+        self._parts: list[Part] = []
+        self._alone: list[list[Tensor]] = []  # for each group, what every rank has for itself, and steps
+        self._sizes: list[int] = []
+
+    def step(self, optimizer: Optimizer) -> None:
+        """This rank's share of all parameters that have a gradient."""
+        for engine in _engines_of(optimizer):
+            assert engine.shared is not None
+            engine.shared.check_place(engine.transport.rank)
+        if not self._is_current(optimizer):
+            self._rebuild(optimizer)
+        inner = self._inner
+        self._take_settings(optimizer)
+        with torch.no_grad():
+            for part in self._parts:
+                part.take_gradients(inner)
+        for number, group in enumerate(inner.param_groups):
+            group["params"] = [tensor for part in self._parts for tensor in part.of_group(number)] + self._alone[number]
+        for part in self._parts:
+            part.begin_step()
+        try:
+            with unsynchronized.trusted():
+                inner.step()
+        except BaseException:
+            for part in self._parts:
+                part.fail_step()
+            raise
+        with torch.no_grad():
+            for part in self._parts:
+                part.share_state(inner)
+                part.end_step(inner)
+
+    def _take_settings(self, optimizer: Optimizer) -> None:
+        """Learning rates and the like, as they are now."""
+        for of_inner, group in zip(self._inner.param_groups, optimizer.param_groups, strict=True):
+            of_inner.update({key: value for key, value in group.items() if key != "params"})
+        for name in _SCALER:
+            self._inner.__dict__.pop(name, None)
+            if name in optimizer.__dict__:
+                setattr(self._inner, name, optimizer.__dict__[name])
+
+    def plain_state(self) -> dict[Tensor, dict[str, Any]]:
+        """Of all parameters, also of those that other ranks step: what is in memory, not a copy."""
+        alone = {p: self._inner.state[p] for group in self._alone for p in group if p in self._inner.state}
+        return {p: state for part in self._parts for p, state in part.plain_state(self._inner)} | alone
+
+    def forget(self) -> None:
+        """The optimizer was given another state: what it steps next is built anew from that."""
+        self._sizes = []
+        self._parts = []
+
+    def _is_current(self, optimizer: Optimizer) -> bool:
+        return _sizes(optimizer) == self._sizes and all(part.is_current for part in self._parts)
+
+    def _rebuild(self, optimizer: Optimizer) -> None:
+        """For other parameters, or other buckets; the state stays what it was."""
+        plain = {p: {k: copied(v) for k, v in state.items()} for p, state in optimizer.state.items()}
+        optimizer.__dict__["state"] = {}  # from here on it is here
+        engines = _engines_of(optimizer)
+        groups = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        self._parts = [Part(engine, groups, self._elementwise) for engine in engines]
+        shared = {id(p) for part in self._parts for p in part.parameters}
+        self._alone = [[p for p in group["params"] if id(p) not in shared] for group in optimizer.param_groups]
+        self._sizes = _sizes(optimizer)
+        self._inner.param_groups = [{**group, "params": []} for group in optimizer.param_groups]
+        self._inner.state.clear()
+        for one in (p for group in self._alone for p in group if p in plain):
+            self._inner.state[one] = plain[one]
+        with torch.no_grad():
+            for part in self._parts:
+                part.load(self._inner, plain)
+
+
+def _twin(optimizer: Optimizer) -> Optimizer:
+    """A plain one of the same class and with the same settings, but with a state and with hooks of its own."""
+    made: Optimizer = object.__new__(type(optimizer))
+    hooks = {name: OrderedDict[int, Any]() for name in _HOOKS}
+    made.__dict__.update(optimizer.__dict__ | hooks | {"state": defaultdict(dict)})
+    return made
+
+
+def _sizes(optimizer: Optimizer) -> list[int]:
+    return [len(group["params"]) for group in optimizer.param_groups]
+
+
+def _engines_of(optimizer: Optimizer) -> list[Engine]:
+    """The replicas with shared parameters of which an optimizer has some, in the order of their serial numbers."""
+    found: dict[Engine, None] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            owner = owner_of(parameter)
+            if isinstance(owner, Engine) and owner.shared is not None and owner.shared.memory is not None:
+                found[owner] = None
+    return sorted(found, key=lambda engine: engine.reducer.lockstep.serial)
