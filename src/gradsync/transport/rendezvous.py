@@ -27,9 +27,10 @@ from gradsync import _torch
 from gradsync.errors import InvalidOptionError, OptionsMismatchError, ReplicaLostError, SharedMemoryError
 from gradsync.transport import addresses, dedicated_group, handshake
 from gradsync.transport.host_memory import HostMemory
+from gradsync.transport.keepalive import Keepalive
 from gradsync.transport.link import listed
 from gradsync.transport.membership import Membership
-from gradsync.transport.start_watch import StartWatch
+from gradsync.transport.start_watch import StartWatch, store_lost
 from gradsync.transport.store import Board
 from gradsync.watch import settings
 from gradsync.watch import watch as watches
@@ -124,7 +125,7 @@ def rendezvous(
     """
     come = Rendezvous(member, requested, obstacle, init_sync, on_cpu)
     try:
-        with contextlib.nullcontext() if come.start_watch is None else come.start_watch.reporting_failure():
+        with come.start_watch.reporting_failure():
             yield come
     except BaseException as error:
         if isinstance(error, (InvalidOptionError, OptionsMismatchError, SharedMemoryError)):  # which all ranks raise
@@ -141,16 +142,17 @@ class Rendezvous:
     def __init__(self, member: Membership, requested: str, obstacle: str, init_sync: str, on_cpu: bool) -> None:
         self._member = member
         self._listener: handshake.Listener | None = None
-        self.start_watch: StartWatch | None = None
-        """Notices when one of them is lost, until it is ended."""
         self.watch: Watch | None = None
         """Does so from when it is connected until the last replica over these ranks is gone."""
+        keepalive = Keepalive()
         try:
             self.number = member.next_number(_COUNTER)
-            if member.size > 1 and (gloo := _torch.gloo_of(member.group)) is not None:
-                self.start_watch = StartWatch(gloo, member.store, self.number)
         except RuntimeError as error:
-            raise self._store_lost(error) from None
+            keepalive.release()
+            raise store_lost(member.rank, error) from None
+        gloo = _torch.gloo_of(member.group) if member.size > 1 else None
+        self.start_watch = StartWatch(gloo, member.store, member.rank, member.size, self.number, keepalive)
+        """Notices when one of them is lost, until it is ended."""
         host, obstacle, is_surprising = f"rank {member.rank}", _machine_obstacle() or obstacle, False
         if not obstacle:
             try:
@@ -160,6 +162,7 @@ class Rendezvous:
         # Held until the end: what this rank says it has, it must still have when all go by it.
         self._memories = {name: one for name, one in _memories.items() if _is_reusable(one, member.rank)}
         self._watches = self._reusable_watches()
+        self.start_watch.hear(self._watches.values())
         dedicated_group.forget_destroyed_groups()
         mine = Announcement(
             host=host,
@@ -190,12 +193,7 @@ class Rendezvous:
 
     def check(self) -> None:
         """Raises if a rank is known to be lost."""
-        if self.start_watch is not None:
-            self.start_watch.check()
-            return
-        for watch in (self.watch, *self._watches.values()):
-            if watch is not None:
-                watch.check()
+        self.start_watch.check()
 
     def connect_watch(self) -> None:
         """The ranks take the watch that they have in common already, or make one."""
@@ -204,6 +202,7 @@ class Rendezvous:
             return
         if names := set.intersection(*(set(one.watches) for one in self.announcements)):
             self.watch = self._watches[min(names)]
+            self.start_watch.hear([self.watch])
             return
         member = self._member
         board, places = Board(member.store, self.check), ranks_by([one.place for one in self.announcements])
@@ -216,6 +215,7 @@ class Rendezvous:
                 lambda: addresses.of_this_host(member.store),
             )
         if self.watch is not None:
+            self.start_watch.hear([self.watch])
             _watches[self._key_of_watches() + self.announcements[0].token] = self.watch
 
     def connect(self) -> Connected:
@@ -253,8 +253,7 @@ class Rendezvous:
 
     def end_start_watch(self) -> None:
         """No replica is made here, or none any more."""
-        if self.start_watch is not None:
-            self.start_watch.end()
+        self.start_watch.end()
 
     def close(self) -> None:
         """Nobody can connect to this rank any more."""
@@ -310,14 +309,7 @@ class Rendezvous:
             raise
         except RuntimeError as error:
             self.close()
-            raise self._store_lost(error) from None
-
-    def _store_lost(self, error: Exception) -> ReplicaLostError:
-        return ReplicaLostError(
-            f"rank {self._member.rank}: the store through which the ranks of the group meet is gone: {error}. It lives "
-            "in the process of rank 0, unless torchrun keeps it: see that one's output.",
-            [0],
-        )
+            raise self.start_watch.without_store(error) from None
 
 
 def _topic(number: int, step: str) -> str:

@@ -56,7 +56,7 @@ class Board:
 
     def __init__(self, store: Store, check: Callable[[], None]) -> None:
         """`check`: called while waiting, raises if that has become pointless."""
-        self._store, self._check = store, check
+        self._store, self.check = store, check
 
     def publish(self, key: str, text: str) -> None:
         self._store.set(f"gradsync/{key}", text)
@@ -64,6 +64,6 @@ class Board:
     def read(self, key: str, seconds: float) -> str:
         """Raises `TimeoutError` if nobody has published it within so many seconds."""
         key = f"gradsync/{key}"
-        if await_keys(self._store, [key], seconds, self._check):
+        if await_keys(self._store, [key], seconds, self.check):
             raise TimeoutError(f"no word under {key}")
         return self._store.get(key).decode()

@@ -27,7 +27,7 @@ def test_everything_is_drawn() -> None:
     assert {fault.front for fault in drawn} == set(FRONTS)
     assert {fault.ranks for fault in drawn} == {2, 3, 4}
     assert {fault.phase for fault in drawn if fault.kind is Kind.KILL} == set(Phase)
-    assert {fault.phase for fault in drawn if fault.kind is Kind.CUT} == set(Phase) - {Phase.CONSTRUCTION}
+    assert {fault.phase for fault in drawn if fault.kind is Kind.CUT} == set(Phase)
     assert {(fault.transport, fault.hosts) for fault in drawn} == {
         *((transport, 1) for transport in TRANSPORTS),
         ("process_group", 2),

@@ -136,7 +136,7 @@ def _first_cause(fault: Fault, survivor: int) -> int:
 
 
 def _promised_words(fault: Fault) -> str:
-    if fault.phase is Phase.CONSTRUCTION:
+    if fault.phase is Phase.CONSTRUCTION and not fault.kind.needs_hosts:
         return ""  # there may be no watch yet that could tell more than who
     return {
         Kind.KILL: "is gone: its process ended without a word",

@@ -19,11 +19,7 @@ _OFTEN = {
     Kind.FLAP: 3,
     Kind.CUT: 1,
 }
-_PHASES: dict[Kind, tuple[Phase, ...]] = {
-    Kind.END: (Phase.LOADING,),
-    # Not while the replica is made: a host that vanishes then is noticed at the limit of the group, see docs/limits.md.
-    Kind.CUT: tuple(phase for phase in Phase if phase is not Phase.CONSTRUCTION),
-}
+_PHASES: dict[Kind, tuple[Phase, ...]] = {Kind.END: (Phase.LOADING,)}
 _LONGEST_DELAY = 0.06  # seconds: as long as the making of a replica, or ten steps
 _LASTING = {Kind.STOP: (0.1, 1.2), Kind.SLOW: (0.1, 1.2), Kind.FLAP: (0.1, 2.5)}
 
