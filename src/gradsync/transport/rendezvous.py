@@ -31,7 +31,7 @@ from gradsync.transport.keepalive import Keepalive
 from gradsync.transport.link import listed
 from gradsync.transport.membership import Membership
 from gradsync.transport.start_watch import StartWatch, store_lost
-from gradsync.transport.store import Board
+from gradsync.transport.store import Board, SilentRanksError
 from gradsync.watch import settings
 from gradsync.watch import watch as watches
 from gradsync.watch.watch import Watch
@@ -293,11 +293,12 @@ class Rendezvous:
         try:
             with self._store_may_be_lost():
                 return self._member.exchange(_topic(self.number, step), text, limit, self.check)
-        except TimeoutError as silent:
+        except SilentRanksError as silent:
             self.close()
             raise ReplicaLostError(
                 f"rank {self._member.rank}: the ranks of the group meet to find out who shares a host with whom, and "
-                f"there is {silent}. Either it died, see its own output, or it does not replicate its module."
+                f"there is {silent}. Either it died, see its own output, or it does not replicate its module.",
+                silent.ranks,
             ) from None
 
     @contextlib.contextmanager

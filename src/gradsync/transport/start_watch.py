@@ -33,6 +33,7 @@ from gradsync.errors import ReplicaLostError
 from gradsync.transport import progress_engine
 from gradsync.transport.keepalive import Keepalive
 from gradsync.transport.link import Link
+from gradsync.transport.store import NO_WORD
 from gradsync.watch.node import UNREACHABLE
 from gradsync.watch.notice import How
 from gradsync.watch.watch import Watch
@@ -126,7 +127,7 @@ class StartWatch:
         try:
             yield
         except ReplicaLostError as error:
-            mine = _Failure(error.ranks[0], _VANISHED if _VANISHED in str(error) else _GONE) if error.ranks else None
+            mine = _Failure(error.ranks[0], _what_happened(error)) if error.ranks else None
             failure = None
             with contextlib.suppress(RuntimeError):
                 failure = self._reported() if mine is None else self._report(mine)
@@ -215,6 +216,12 @@ def store_lost(rank: int, error: Exception) -> ReplicaLostError:
         "of rank 0, unless torchrun keeps it, beside that.",
         [0],
     )
+
+
+def _what_happened(error: ReplicaLostError) -> str:
+    if NO_WORD in str(error):
+        return "did not come within the time limit of the process group"
+    return _VANISHED if _VANISHED in str(error) else _GONE
 
 
 def _is_silence(error: Exception) -> bool:
