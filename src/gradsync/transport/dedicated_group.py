@@ -38,10 +38,10 @@ _spare: dict[str, dist.ProcessGroup] = {}
 class Connections:
     """What carries collectives, a process group or a gloo backend, and the work under way on it."""
 
-    def __init__(self, carrier: Any, watch: Watch | None, limit: float) -> None:
-        """`watch`: knows who is lost; `limit`: seconds that a collective may take."""
+    def __init__(self, carrier: Any, find_watch: Callable[[], Watch | None], limit: float) -> None:
+        """`find_watch`: what knows who is lost, once there is one; `limit`: seconds that a collective may take."""
         self._held = [carrier]
-        self._watch, self._limit = watch, limit
+        self._find_watch, self._limit = find_watch, limit
         self._unfinished: set[dist.Work] = set()
 
     @property
@@ -58,7 +58,7 @@ class Connections:
 
     def finish(self, work: dist.Work, on_cpu: bool) -> None:
         """Waits for it."""
-        finish(work, on_cpu, self._watch, self._limit)
+        finish(work, on_cpu, self._find_watch, self._limit)
         self._unfinished.discard(work)
 
     def end_with(self, owner: object) -> None:

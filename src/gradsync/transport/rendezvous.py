@@ -24,16 +24,16 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from gradsync import _torch
-from gradsync.errors import InvalidOptionError, OptionsMismatchError, ReplicaLostError, SharedMemoryError
-from gradsync.transport import addresses, dedicated_group, handshake
+from gradsync.errors import GradsyncError, InvalidOptionError, OptionsMismatchError, ReplicaLostError, SharedMemoryError
+from gradsync.transport import dedicated_group, handshake, shared_watch
 from gradsync.transport.host_memory import HostMemory
 from gradsync.transport.keepalive import Keepalive
 from gradsync.transport.link import listed
 from gradsync.transport.membership import Membership
+from gradsync.transport.shared_watch import Offer
 from gradsync.transport.start_watch import StartWatch, store_lost
-from gradsync.transport.store import Board, SilentRanksError
+from gradsync.transport.store import SilentRanksError
 from gradsync.watch import settings
-from gradsync.watch import watch as watches
 from gradsync.watch.watch import Watch
 
 # Once all ranks have announced where they are, connecting takes milliseconds.
@@ -46,7 +46,6 @@ _COUNTER, _ANNOUNCEMENT, _VERDICT, _LEAVE = "rendezvous", "announcement", "verdi
 _ORDERED_MACHINES = ("x86_64", "AMD64", "i686")
 # One for each set of ranks, for as long as a transport uses it.
 _memories: weakref.WeakValueDictionary[str, HostMemory] = weakref.WeakValueDictionary()
-_watches: weakref.WeakValueDictionary[str, Watch] = weakref.WeakValueDictionary()
 
 
 class Announcement(NamedTuple):
@@ -87,13 +86,18 @@ class Connected(NamedTuple):
     """Why ranks that share a host could not be connected; the same text on all ranks."""
 
 
-def skip_rendezvous(member: Membership, init_sync: str) -> Callable[[], None]:
-    """Announces that this rank does not come, and waits for nobody.
+class Skipped(NamedTuple):
+    """A rendezvous to which this rank did not come."""
 
-    What it returns is called before the first round, and raises if the other ranks did come.
-    """
-    topic = _topic(member.next_number(_COUNTER), _ANNOUNCEMENT)
-    store = member.store
+    number: int
+    check: Callable[[], None]
+    """Called before the first round, raises if the other ranks did come."""
+
+
+def skip_rendezvous(member: Membership, init_sync: str) -> Skipped:
+    """Announces that this rank does not come, and waits for nobody."""
+    number, store = member.next_number(_COUNTER), member.store
+    topic = _topic(number, _ANNOUNCEMENT)
     keys = [f"gradsync/{topic}/{rank}" for rank in range(member.size)]
     store.set(keys[member.rank], json.dumps({"init_sync": init_sync}))
 
@@ -101,7 +105,7 @@ def skip_rendezvous(member: Membership, init_sync: str) -> Callable[[], None]:
         found = [store.get(key) if store.check([key]) else b"" for key in keys]
         check_same_init_sync(member.rank, [json.loads(text)["init_sync"] if text else init_sync for text in found])
 
-    return check_nobody_came
+    return Skipped(number, check_nobody_came)
 
 
 def check_same_init_sync(rank: int, values: Sequence[str]) -> None:
@@ -161,7 +165,7 @@ class Rendezvous:
                 obstacle, is_surprising = f"could not open a socket: {error.strerror or error}", True
         # Held until the end: what this rank says it has, it must still have when all go by it.
         self._memories = {name: one for name, one in _memories.items() if _is_reusable(one, member.rank)}
-        self._watches = self._reusable_watches()
+        self._watches = shared_watch.reusable(member)
         self.start_watch.hear(self._watches.values())
         dedicated_group.forget_destroyed_groups()
         mine = Announcement(
@@ -197,26 +201,14 @@ class Rendezvous:
 
     def connect_watch(self) -> None:
         """The ranks take the watch that they have in common already, or make one."""
-        settings.explain_after()  # raises if it makes no sense, not when it is needed
-        if self.watch is not None or not all(one.is_watched for one in self.announcements):
+        if self.watch is not None:
             return
-        if names := set.intersection(*(set(one.watches) for one in self.announcements)):
-            self.watch = self._watches[min(names)]
-            self.start_watch.hear([self.watch])
-            return
+        offers = [Offer(one.place, one.is_watched, one.watches, one.token) for one in self.announcements]
         member = self._member
-        board, places = Board(member.store, self.check), ranks_by([one.place for one in self.announcements])
         with self._store_may_be_lost():
-            self.watch = watches.connect(
-                board,
-                f"watch/{self.number}",
-                member.rank,
-                list(places.values()),
-                lambda: addresses.of_this_host(member.store),
-            )
+            self.watch = shared_watch.join(member, member.store, self.number, offers, self._watches, self.check)
         if self.watch is not None:
             self.start_watch.hear([self.watch])
-            _watches[self._key_of_watches() + self.announcements[0].token] = self.watch
 
     def connect(self) -> Connected:
         """Ranks that share a host get memory in common."""
@@ -276,14 +268,6 @@ class Rendezvous:
         made = _memories[key + first.listener] = HostMemory(connected, first.limit)
         return made
 
-    def _key_of_watches(self) -> str:
-        return f"{dist.get_process_group_ranks(self._member.group)}/"
-
-    def _reusable_watches(self) -> dict[str, Watch]:
-        """Over the same ranks; held until the end, as memories are."""
-        key, rank = self._key_of_watches(), self._member.rank
-        return {name: one for name, one in _watches.items() if name.startswith(key) and one.is_reusable_by(rank)}
-
     def _has_failed(self, rank: int) -> bool:
         """Asked of a rank of this host before all of them are connected: only failure makes it speak so early."""
         self.check()
@@ -305,7 +289,7 @@ class Rendezvous:
     def _store_may_be_lost(self) -> Iterator[None]:
         try:
             yield
-        except ReplicaLostError:
+        except GradsyncError:
             self.close()
             raise
         except RuntimeError as error:
