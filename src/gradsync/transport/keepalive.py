@@ -95,7 +95,7 @@ def _change(descriptor: int, options: dict[_Option, int]) -> _Changed | None:
 class _Buffers(threading.local):
     def __init__(self) -> None:
         self.end = ctypes.create_string_buffer(_END_BYTES)
-        self.value, self.length = ctypes.c_int(), ctypes.c_uint32()
+        self.value, self.length = (ctypes.c_int * 1)(), (ctypes.c_uint32 * 1)()
         self.value_at, self.length_at = ctypes.addressof(self.value), ctypes.addressof(self.length)
 
 
@@ -112,19 +112,19 @@ _INT_BYTES = ctypes.sizeof(ctypes.c_int)
 def _end_of(ask: Callable[[int, Any, int], int], descriptor: int) -> bytes:
     """One end's address; b"" if there is none."""
     buffers = _buffers
-    buffers.length.value = _END_BYTES
+    buffers.length[0] = _END_BYTES
     return buffers.end.raw if ask(descriptor, buffers.end, buffers.length_at) == 0 else b""
 
 
 def _get(descriptor: int, option: _Option) -> int:
     buffers = _buffers
-    buffers.length.value = _INT_BYTES
+    buffers.length[0] = _INT_BYTES
     failed = _libc.getsockopt(descriptor, *option, buffers.value_at, buffers.length_at)
-    return _FAILED if failed else buffers.value.value
+    return _FAILED if failed else buffers.value[0]
 
 
 def _set(descriptor: int, option: _Option, value: int) -> None:
-    _buffers.value.value = value
+    _buffers.value[0] = value
     _libc.setsockopt(descriptor, *option, _buffers.value_at, _INT_BYTES)
 
 
