@@ -279,6 +279,7 @@ class Rendezvous:
                 return self._member.exchange(_topic(self.number, step), text, limit, self.check)
         except SilentRanksError as silent:
             self.close()
+            self.start_watch.give_up_on(silent.ranks)
             raise ReplicaLostError(
                 f"rank {self._member.rank}: the ranks of the group meet to find out who shares a host with whom, and "
                 f"there is {silent}. Either it died, see its own output, or it does not replicate its module.",

@@ -67,12 +67,19 @@ class StartWatch:
         self._has_heard = False
         self._watches: list[Watch] = []
         self._neighbor = _Neighbor(gloo, keepalive)
-        self._end = weakref.finalize(self, _end, gloo, keepalive)
+        self._awaited_by: list[int] = [(rank - 1) % size]  # a list, which the finalizer has too
+        self._end = weakref.finalize(self, _end, gloo, keepalive, self._awaited_by)
         self._end.atexit = False
 
     def end(self) -> None:
         """This rank's replica is made, or was given up."""
         self._end()
+
+    def give_up_on(self, ranks: Iterable[int]) -> None:
+        """They never came. One of them may be who would wait for the byte: gloo would wait for it to do so."""
+        for rank in ranks:
+            if rank in self._awaited_by:
+                self._awaited_by.remove(rank)
 
     def hear(self, watches: Iterable[Watch]) -> None:
         """From now on what these know is heard too."""
@@ -249,8 +256,8 @@ class _Neighbor:
         self.lost = _Failure(self._rank, _VANISHED if _is_silence(error) else _GONE)
 
 
-def _end(gloo: Any, keepalive: Keepalive) -> None:
-    if gloo is not None and not sys.is_finalizing():  # no thread may begin then, and the end says it all
+def _end(gloo: Any, keepalive: Keepalive, awaited_by: list[int]) -> None:
+    if gloo is not None and awaited_by and not sys.is_finalizing():  # when no thread may begin, and the end says it all
         _say_done(gloo, keepalive)
     keepalive.release()
 
