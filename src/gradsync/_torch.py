@@ -357,19 +357,25 @@ def gloo_threads(group: dist.ProcessGroup) -> int | None:
     return threads
 
 
-def connect_gloo(like: Any, store: Store, name: str, rank: int, size: int, seconds: float) -> Any:
+def connect_gloo(like: Any, store: Store, name: str, rank: int, size: int, seconds: float, to_connect: float) -> Any:
     """Connections of their own between some ranks of a gloo group, through the same network device and its thread.
 
     Beside c10d's table of groups: that names groups by counting those that a rank has made, which other ranks would
     not count, and gives names twice. Ends when the last reference does. (2.13: has the collectives that a group has.)
+    `seconds`: for each collective. `to_connect`: for each connection, once all have told where they are. (2.13: gloo
+    tries five times, and takes its limit for each of them.)
     """
+    for_a_try = timedelta(seconds=to_connect / _GLOO_TRIES)
     if like is None:  # a network device of its own, as the environment says
-        return dist.ProcessGroupGloo(PrefixStore(name, store), rank, size, timedelta(seconds=seconds))
-    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = like.options._devices
-    options._threads = 2
-    options._timeout = timedelta(seconds=seconds)
-    return dist.ProcessGroupGloo(PrefixStore(name, store), rank, size, options)
+        made = dist.ProcessGroupGloo(PrefixStore(name, store), rank, size, for_a_try)
+    else:
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = like.options._devices
+        options._threads = 2
+        options._timeout = for_a_try
+        made = dist.ProcessGroupGloo(PrefixStore(name, store), rank, size, options)
+    made._set_default_timeout(timedelta(seconds=seconds))
+    return made
 
 
 def break_off(gloo: Any) -> None:
@@ -385,6 +391,7 @@ def break_off(gloo: Any) -> None:
 
 
 _UNUSED_TAG = 0x67720000
+_GLOO_TRIES = 5
 
 
 def all_reduce(group: Any, tensor: Tensor) -> dist.Work:

@@ -6,7 +6,10 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +23,8 @@ from gradsync.transport.membership import Membership
 from tests.docs.test_recipes import blocks
 from tests.ranks.small import backward, build, make, same_everywhere
 from tests.support.children import FORKS_BESIDE_THREADS
+from tests.support.hosts import Host, hosts_or_skip
+from tests.support.patience import crowding
 from tests.support.ranks import Ranks, _free_port, on_ranks
 from tests.watch.test_last_words import run
 
@@ -161,3 +166,48 @@ def test_when_keys_are_put_apart(monkeypatch: pytest.MonkeyPatch) -> None:
         with monkeypatch.context() as changed:
             changed.setenv(name, value)
             assert restarts.prefix() == ""
+
+
+@pytest.fixture
+def hosts() -> Iterator[list[Host]]:
+    with hosts_or_skip(2) as made:
+        yield made
+
+
+def test_torchrun_on_two_nodes(ranks: Ranks, hosts: list[Host], tmp_path: Path) -> None:
+    """Each node's agent counts restarts for itself: one whose ranks only fell with the others may count none."""
+    port, path = _free_port(), script(tmp_path, {(0, 3): "kill"})
+    environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
+    agents = []
+    for number, host in enumerate(hosts):
+        where = f"--rdzv-endpoint={hosts[0].address}:{port}", f"--rdzv-conf=is_host={int(number == 0)}"
+        options = (
+            "--nnodes=2",
+            "--nproc-per-node=1",
+            "--max-restarts=1",
+            "--rdzv-backend=c10d",
+            "--rdzv-id=test",
+            *where,
+        )
+        command = ["ip", "netns", "exec", host.namespace, sys.executable, "-m", "torch.distributed.run", *options]
+        agents.append(
+            subprocess.Popen(
+                [*command, f"--local-addr={host.address}", path],
+                env={**environment, "GLOO_SOCKET_IFNAME": host.interface},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    try:
+        said = [agent.communicate(timeout=90 * crowding())[0] for agent in agents]
+    finally:
+        for agent in agents:
+            agent.kill()
+            agent.wait()
+    assert [agent.returncode for agent in agents] == [0, 0], said
+    starts = [[int(step) for step in re.findall(r"starts with step (\d+)", output)] for output in said]
+    assert starts[0] == starts[1], said
+    assert starts[0][0] == 0, said
+    assert starts[0][1] in (2, 3), said
+    ranks(check_result, 1, tmp_path, 10, backend=None)

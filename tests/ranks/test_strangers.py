@@ -13,7 +13,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gradsync.transport import handshake, rendezvous
+from gradsync.transport import handshake, rendezvous, shared_watch
 from gradsync.watch import visitor as visitors
 from gradsync.watch import watch as watches
 from gradsync.watch import wire
@@ -69,7 +69,7 @@ def train(place: str) -> None:
         assert_gradients(module, wanted)
         optimizer.step()
     same_everywhere(module)
-    (watch,) = rendezvous._watches.values()
+    (watch,) = shared_watch._watches.values()
     assert watch.is_complete
     assert not watch.notices
     assert wait_until(lambda: not watch._node._listeners and not watch._node._visitors, 2), "strangers are still heard"

@@ -1,9 +1,10 @@
-"""Where there is no watch: training is right, one line says so, and c10d tells of lost and stuck ranks."""
+"""Where there is no watch, or none from the start: training is right, and what is not watched is said in one line."""
 
 from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from datetime import timedelta
 from typing import Any
@@ -14,8 +15,10 @@ import torch.distributed as dist
 from torch import nn
 
 from gradsync.errors import ReplicaLostError, RoundTimeoutError
+from tests.ranks.memory import transport_of
 from tests.ranks.small import backward, build, make, mean_gradients, same_everywhere
 from tests.ranks.test_python_groups import Own
+from tests.support.patience import wait_until
 from tests.support.ranks import Ranks
 
 LINE = "there is no watch between the ranks"
@@ -51,12 +54,16 @@ def test_training_is_right_and_one_line_says_so(ranks: Ranks, kind: str, is_want
     """By rank 0, once for all replicas; not if nobody wants a watch."""
     outcomes = ranks.outcomes(train, 2, kind, is_wanted)
     assert [outcome.returned for outcome in outcomes] == [True, True], outcomes
-    assert [outcome.output.count(LINE) for outcome in outcomes] == [int(is_wanted), 0], outcomes
+    lines = int(is_wanted) if kind == "no store" else 0
+    assert [outcome.output.count(LINE) for outcome in outcomes] == [lines, 0], outcomes
 
 
-def fail(fault: str) -> None:
-    _, front = replica("nothing communicated", 3.0)
+def fail(fault: str, kind: str) -> None:
+    """In the second round: the watch begins in the first one."""
+    _, front = replica(kind, 3.0)
     backward(front)
+    if kind != "no store":
+        assert wait_until(lambda: transport_of(front).watch is not None, 10)
     if dist.get_rank() == 1:
         if fault == "lost":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -64,11 +71,63 @@ def fail(fault: str) -> None:
     backward(front, 1)
 
 
-@pytest.mark.parametrize("fault", ["lost", "stuck"])
-def test_faults_are_for_c10d_to_report(ranks: Ranks, fault: str) -> None:
+@pytest.mark.parametrize(
+    ("fault", "error", "words"),
+    [
+        ("lost", ReplicaLostError, "rank 1 is gone: its process ended without a word"),
+        ("stuck", RoundTimeoutError, "rank 1 has been past the end of round 0 of Sequential for"),
+    ],
+)
+def test_the_watch_begins_in_the_first_round(ranks: Ranks, fault: str, error: type[Exception], words: str) -> None:
+    outcomes = ranks.outcomes(fail, 2, fault, "nothing communicated", grace=30.0 if fault == "lost" else 0.0)
+    raised: Any = outcomes[0].exception
+    assert isinstance(raised, error), outcomes[0]
+    assert getattr(raised, "ranks") == [1]  # noqa: B009
+    assert words in str(raised)
+
+
+def test_without_a_store_faults_are_for_c10d_to_report(ranks: Ranks) -> None:
     """Rank 0 does not wait for ever; but nobody can tell it which rank it waits for, nor where that is."""
-    survivor = ranks.outcomes(fail, 2, fault, grace=30.0 if fault == "lost" else 0.0)[0]
+    survivor = ranks.outcomes(fail, 2, "lost", "no store", grace=30.0)[0]
     error = survivor.exception
     assert isinstance(error, RuntimeError), survivor
     assert not isinstance(error, (ReplicaLostError, RoundTimeoutError)), error
-    assert "rank 1 has been" not in survivor.output
+
+
+def late_threads() -> int:
+    return sum(one.name == "gradsync-late-watch" for one in threading.enumerate())
+
+
+def come_late() -> int:
+    """Rank 1 does not come to its first round before the others have gone through a barrier."""
+    _, front = replica("nothing communicated")
+    if dist.get_rank() != 1:
+        front(torch.ones(2, 4)).sum()  # a forward alone begins nothing
+        assert late_threads() == 0
+    dist.barrier()
+    backward(front)
+    assert wait_until(lambda: transport_of(front).watch is not None, 10)
+    assert wait_until(lambda: late_threads() == 0, 10)
+    dist.barrier()
+    return late_threads()
+
+
+def test_a_forward_alone_begins_nothing(ranks: Ranks) -> None:
+    assert ranks(come_late, 3) == [0, 0, 0]
+
+
+def give_up() -> bool:
+    """Rank 1 never comes to a round: rank 0's thread ends when that does."""
+    _, front = replica("nothing communicated", 2.0)
+    if dist.get_rank() == 1:
+        dist.barrier()
+        return True
+    with pytest.raises(RuntimeError):
+        backward(front)
+    gone = wait_until(lambda: late_threads() == 0, 10)
+    dist.barrier()
+    return gone
+
+
+def test_who_never_comes_leaves_no_thread_behind(ranks: Ranks) -> None:
+    assert ranks(give_up, 2) == [True, True]

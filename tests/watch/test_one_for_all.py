@@ -104,9 +104,14 @@ def test_one_rank_needs_none() -> None:
 
 @on_ranks(2)
 def test_nothing_is_communicated_without_init_sync() -> None:
-    module: Any = gradsync.DistributedDataParallel(build(), init_sync=False)
-    backward(module)
+    """While it is made: the watch begins in the first round, and is one for all replicas, too."""
+    modules: list[Any] = [gradsync.DistributedDataParallel(build(), init_sync=False) for _ in range(3)]
     assert threads() == 0
+    for module in modules:
+        backward(module)
+        assert wait_until(lambda one=module: transport_of(one).watch is not None, 10)  # type: ignore[misc]
+    assert threads() == 1
+    assert len({id(transport_of(module).watch) for module in modules}) == 1
     transport_of(module).check_alive()
     dist.barrier()
 

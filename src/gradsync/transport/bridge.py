@@ -55,7 +55,7 @@ class Bridge:
                 member.limit + dedicated_group.LATER,
                 check,
             )
-            self._connections = Connections(gloo, watch, member.limit)
+            self._connections = Connections(gloo, lambda: watch, member.limit)
             self._connections.end_with(self)
 
     def enqueue(self, crossing: object) -> None:

@@ -16,6 +16,7 @@ from gradsync.transport.base import Transport
 from gradsync.transport.bridge import Bridge
 from gradsync.transport.hierarchical import HierarchicalTransport
 from gradsync.transport.host_memory import HostMemory
+from gradsync.transport.late_watch import LateWatch
 from gradsync.transport.link import listed
 from gradsync.transport.membership import Membership
 from gradsync.transport.process_group import ProcessGroupTransport
@@ -50,10 +51,11 @@ def choose(
     if not may_communicate and requested in ("auto", "process_group"):  # which need no rendezvous
         reason = "nothing may be communicated while the replica is made" if requested == "auto" else "asked for"
         is_awaited = not alone and member.size > 1 and has_store
-        check = skip_rendezvous(member, init_sync) if is_awaited else None
-        if is_awaited:
-            _say_unwatched(member, "nothing may be communicated while the replica is made (init_sync='none')")
-        return ProcessGroupTransport(group, reason, check_rendezvous=check)
+        skipped = skip_rendezvous(member, init_sync) if is_awaited else None
+        if skipped is None:
+            return ProcessGroupTransport(group, reason)
+        late = LateWatch(member, skipped.number)
+        return ProcessGroupTransport(group, reason, check_rendezvous=skipped.check, late_watch=late)
     if member.size == 1 or not has_store:
         _check(member.rank, requested)
         reason = "there is one rank" if member.size == 1 else "the process group has no store to meet through"

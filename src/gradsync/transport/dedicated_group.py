@@ -24,8 +24,11 @@ from gradsync.watch.watch import Watch
 
 # By so many seconds gloo gives up after us: what we say is better.
 LATER = 5.0
+# Once all ranks have told where they are, connecting takes milliseconds: longer only if one was stopped just then, or
+# its host has vanished, which the kernel takes so long to notice. Many ranks get more time, each for one connection.
+_CONNECT_SECONDS, _CONNECT_SECONDS_A_RANK = 7.5, 0.02
 # How long news of a loss may take.
-_NEWS_SECONDS = 1.0
+_NEWS_SECONDS = 2.0
 # Unfinished work beyond this is looked through: some may belong to rounds that were given up.
 _MANY = 256
 # Groups of a kind that c10d can't make twice under the same name, once their replica is gone: for the next one.
@@ -35,10 +38,10 @@ _spare: dict[str, dist.ProcessGroup] = {}
 class Connections:
     """What carries collectives, a process group or a gloo backend, and the work under way on it."""
 
-    def __init__(self, carrier: Any, watch: Watch | None, limit: float) -> None:
-        """`watch`: knows who is lost; `limit`: seconds that a collective may take."""
+    def __init__(self, carrier: Any, find_watch: Callable[[], Watch | None], limit: float) -> None:
+        """`find_watch`: what knows who is lost, once there is one; `limit`: seconds that a collective may take."""
         self._held = [carrier]
-        self._watch, self._limit = watch, limit
+        self._find_watch, self._limit = find_watch, limit
         self._unfinished: set[dist.Work] = set()
 
     @property
@@ -55,7 +58,7 @@ class Connections:
 
     def finish(self, work: dist.Work, on_cpu: bool) -> None:
         """Waits for it."""
-        finish(work, on_cpu, self._watch, self._limit)
+        finish(work, on_cpu, self._find_watch, self._limit)
         self._unfinished.discard(work)
 
     def end_with(self, owner: object) -> None:
@@ -105,7 +108,8 @@ def connect_gloo(
     """Some ranks of a gloo group connect, under a name of their own."""
     checked = _CheckedStore(store, limit, check)
     try:
-        made = _torch.connect_gloo(like, checked, name, rank, size, limit)
+        to_connect = _CONNECT_SECONDS + size * _CONNECT_SECONDS_A_RANK
+        made = _torch.connect_gloo(like, checked, name, rank, size, limit, to_connect)
     except RuntimeError as error:
         if isinstance(error, ReplicaLostError):
             raise
@@ -158,8 +162,8 @@ class _CheckedStore(Store):
         return self._store.get(key)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        limit = self._limit if timeout is None else timeout.total_seconds()
-        if missing := await_keys(self._store, keys, limit, self._check_while_waiting):
+        """For as long as the group allows, not as gloo would like it: a rank may come late."""
+        if missing := await_keys(self._store, keys, self._limit, self._check_while_waiting):
             raise TimeoutError(f"no word under {', '.join(missing)}")
 
     def check(self, keys: list[str]) -> bool:

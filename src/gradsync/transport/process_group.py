@@ -21,6 +21,7 @@ from gradsync.transport import progress_engine, summation
 from gradsync.transport.base import Done, Request, SparseWork, Work, all_reduced
 from gradsync.transport.dedicated_group import Connections
 from gradsync.transport.label import UNLABELLED, Label
+from gradsync.transport.late_watch import LateWatch
 from gradsync.transport.link import Link
 from gradsync.transport.membership import Membership
 from gradsync.transport.own_memory import OwnMemory
@@ -51,21 +52,23 @@ class ProcessGroupTransport:
         start_watch: StartWatch | None = None,
         watch: Watch | None = None,
         check_rendezvous: Callable[[], None] | None = None,
+        late_watch: LateWatch | None = None,
     ) -> None:
         """`reason`: why it is this transport and no other. `number`: tells it from others over the same group.
 
         `dedicated`: connections that are its alone, see `dedicated_group.py`. `start_watch`: notices ranks that are
         lost until the replica is made; `watch`: does so from then on. `check_rendezvous`: raises if this rank skipped a
-        rendezvous that others came to.
+        rendezvous that others came to; `late_watch`: begins behind that.
         """
         self._member = Membership(group)
         self.rank, self.size, self.limit = self._member.rank, self._member.size, self._member.limit
         self.reason = reason
         self._number = number
         self._start_watch = start_watch
-        self.watch = watch
+        self._late_watch = late_watch
+        self._find_watch: Callable[[], Watch | None] = (lambda: watch) if late_watch is None else late_watch.find
         self._check_rendezvous = check_rendezvous
-        self._connections = Connections(group if dedicated is None else dedicated, watch, self.limit)
+        self._connections = Connections(group if dedicated is None else dedicated, self._find_watch, self.limit)
         if dedicated is not None:
             self._connections.end_with(self)
 
@@ -81,13 +84,19 @@ class ProcessGroupTransport:
         finally:
             self._start_watch = None
 
+    @property
+    def watch(self) -> Watch | None:
+        return self._find_watch()
+
     def check_alive(self) -> None:
-        if self.watch is not None:
-            self.watch.check()
+        if (watch := self._find_watch()) is not None:
+            watch.check()
 
     def check_rendezvous(self) -> None:
         if self._check_rendezvous is not None:
             self._check_rendezvous()
+        if self._late_watch is not None:
+            self._late_watch.begin()
 
     def allocate(self, requests: Sequence[Request]) -> list[Tensor]:
         """With room for a label behind it."""

@@ -24,15 +24,16 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from gradsync import _torch
-from gradsync.errors import InvalidOptionError, OptionsMismatchError, ReplicaLostError, SharedMemoryError
-from gradsync.transport import addresses, dedicated_group, handshake
+from gradsync.errors import GradsyncError, InvalidOptionError, OptionsMismatchError, ReplicaLostError, SharedMemoryError
+from gradsync.transport import dedicated_group, handshake, shared_watch
 from gradsync.transport.host_memory import HostMemory
+from gradsync.transport.keepalive import Keepalive
 from gradsync.transport.link import listed
 from gradsync.transport.membership import Membership
-from gradsync.transport.start_watch import StartWatch
-from gradsync.transport.store import Board
+from gradsync.transport.shared_watch import Offer
+from gradsync.transport.start_watch import StartWatch, store_lost
+from gradsync.transport.store import SilentRanksError
 from gradsync.watch import settings
-from gradsync.watch import watch as watches
 from gradsync.watch.watch import Watch
 
 # Once all ranks have announced where they are, connecting takes milliseconds.
@@ -45,7 +46,6 @@ _COUNTER, _ANNOUNCEMENT, _VERDICT, _LEAVE = "rendezvous", "announcement", "verdi
 _ORDERED_MACHINES = ("x86_64", "AMD64", "i686")
 # One for each set of ranks, for as long as a transport uses it.
 _memories: weakref.WeakValueDictionary[str, HostMemory] = weakref.WeakValueDictionary()
-_watches: weakref.WeakValueDictionary[str, Watch] = weakref.WeakValueDictionary()
 
 
 class Announcement(NamedTuple):
@@ -86,13 +86,18 @@ class Connected(NamedTuple):
     """Why ranks that share a host could not be connected; the same text on all ranks."""
 
 
-def skip_rendezvous(member: Membership, init_sync: str) -> Callable[[], None]:
-    """Announces that this rank does not come, and waits for nobody.
+class Skipped(NamedTuple):
+    """A rendezvous to which this rank did not come."""
 
-    What it returns is called before the first round, and raises if the other ranks did come.
-    """
-    topic = _topic(member.next_number(_COUNTER), _ANNOUNCEMENT)
-    store = member.store
+    number: int
+    check: Callable[[], None]
+    """Called before the first round, raises if the other ranks did come."""
+
+
+def skip_rendezvous(member: Membership, init_sync: str) -> Skipped:
+    """Announces that this rank does not come, and waits for nobody."""
+    number, store = member.next_number(_COUNTER), member.store
+    topic = _topic(number, _ANNOUNCEMENT)
     keys = [f"gradsync/{topic}/{rank}" for rank in range(member.size)]
     store.set(keys[member.rank], json.dumps({"init_sync": init_sync}))
 
@@ -100,7 +105,7 @@ def skip_rendezvous(member: Membership, init_sync: str) -> Callable[[], None]:
         found = [store.get(key) if store.check([key]) else b"" for key in keys]
         check_same_init_sync(member.rank, [json.loads(text)["init_sync"] if text else init_sync for text in found])
 
-    return check_nobody_came
+    return Skipped(number, check_nobody_came)
 
 
 def check_same_init_sync(rank: int, values: Sequence[str]) -> None:
@@ -124,7 +129,7 @@ def rendezvous(
     """
     come = Rendezvous(member, requested, obstacle, init_sync, on_cpu)
     try:
-        with contextlib.nullcontext() if come.start_watch is None else come.start_watch.reporting_failure():
+        with come.start_watch.reporting_failure():
             yield come
     except BaseException as error:
         if isinstance(error, (InvalidOptionError, OptionsMismatchError, SharedMemoryError)):  # which all ranks raise
@@ -141,16 +146,17 @@ class Rendezvous:
     def __init__(self, member: Membership, requested: str, obstacle: str, init_sync: str, on_cpu: bool) -> None:
         self._member = member
         self._listener: handshake.Listener | None = None
-        self.start_watch: StartWatch | None = None
-        """Notices when one of them is lost, until it is ended."""
         self.watch: Watch | None = None
         """Does so from when it is connected until the last replica over these ranks is gone."""
+        keepalive = Keepalive()
         try:
             self.number = member.next_number(_COUNTER)
-            if member.size > 1 and (gloo := _torch.gloo_of(member.group)) is not None:
-                self.start_watch = StartWatch(gloo, member.store, self.number)
         except RuntimeError as error:
-            raise self._store_lost(error) from None
+            keepalive.release()
+            raise store_lost(member.rank, error) from None
+        gloo = _torch.gloo_of(member.group) if member.size > 1 else None
+        self.start_watch = StartWatch(gloo, member.store, member.rank, member.size, self.number, keepalive)
+        """Notices when one of them is lost, until it is ended."""
         host, obstacle, is_surprising = f"rank {member.rank}", _machine_obstacle() or obstacle, False
         if not obstacle:
             try:
@@ -159,7 +165,8 @@ class Rendezvous:
                 obstacle, is_surprising = f"could not open a socket: {error.strerror or error}", True
         # Held until the end: what this rank says it has, it must still have when all go by it.
         self._memories = {name: one for name, one in _memories.items() if _is_reusable(one, member.rank)}
-        self._watches = self._reusable_watches()
+        self._watches = shared_watch.reusable(member)
+        self.start_watch.hear(self._watches.values())
         dedicated_group.forget_destroyed_groups()
         mine = Announcement(
             host=host,
@@ -190,33 +197,18 @@ class Rendezvous:
 
     def check(self) -> None:
         """Raises if a rank is known to be lost."""
-        if self.start_watch is not None:
-            self.start_watch.check()
-            return
-        for watch in (self.watch, *self._watches.values()):
-            if watch is not None:
-                watch.check()
+        self.start_watch.check()
 
     def connect_watch(self) -> None:
         """The ranks take the watch that they have in common already, or make one."""
-        settings.explain_after()  # raises if it makes no sense, not when it is needed
-        if self.watch is not None or not all(one.is_watched for one in self.announcements):
-            return
-        if names := set.intersection(*(set(one.watches) for one in self.announcements)):
-            self.watch = self._watches[min(names)]
-            return
-        member = self._member
-        board, places = Board(member.store, self.check), ranks_by([one.place for one in self.announcements])
-        with self._store_may_be_lost():
-            self.watch = watches.connect(
-                board,
-                f"watch/{self.number}",
-                member.rank,
-                list(places.values()),
-                lambda: addresses.of_this_host(member.store),
-            )
         if self.watch is not None:
-            _watches[self._key_of_watches() + self.announcements[0].token] = self.watch
+            return
+        offers = [Offer(one.place, one.is_watched, one.watches, one.token) for one in self.announcements]
+        member = self._member
+        with self._store_may_be_lost():
+            self.watch = shared_watch.join(member, member.store, self.number, offers, self._watches, self.check)
+        if self.watch is not None:
+            self.start_watch.hear([self.watch])
 
     def connect(self) -> Connected:
         """Ranks that share a host get memory in common."""
@@ -253,8 +245,7 @@ class Rendezvous:
 
     def end_start_watch(self) -> None:
         """No replica is made here, or none any more."""
-        if self.start_watch is not None:
-            self.start_watch.end()
+        self.start_watch.end()
 
     def close(self) -> None:
         """Nobody can connect to this rank any more."""
@@ -277,14 +268,6 @@ class Rendezvous:
         made = _memories[key + first.listener] = HostMemory(connected, first.limit)
         return made
 
-    def _key_of_watches(self) -> str:
-        return f"{dist.get_process_group_ranks(self._member.group)}/"
-
-    def _reusable_watches(self) -> dict[str, Watch]:
-        """Over the same ranks; held until the end, as memories are."""
-        key, rank = self._key_of_watches(), self._member.rank
-        return {name: one for name, one in _watches.items() if name.startswith(key) and one.is_reusable_by(rank)}
-
     def _has_failed(self, rank: int) -> bool:
         """Asked of a rank of this host before all of them are connected: only failure makes it speak so early."""
         self.check()
@@ -294,30 +277,25 @@ class Rendezvous:
         try:
             with self._store_may_be_lost():
                 return self._member.exchange(_topic(self.number, step), text, limit, self.check)
-        except TimeoutError as silent:
+        except SilentRanksError as silent:
             self.close()
+            self.start_watch.give_up_on(silent.ranks)
             raise ReplicaLostError(
                 f"rank {self._member.rank}: the ranks of the group meet to find out who shares a host with whom, and "
-                f"there is {silent}. Either it died, see its own output, or it does not replicate its module."
+                f"there is {silent}. Either it died, see its own output, or it does not replicate its module.",
+                silent.ranks,
             ) from None
 
     @contextlib.contextmanager
     def _store_may_be_lost(self) -> Iterator[None]:
         try:
             yield
-        except ReplicaLostError:
+        except GradsyncError:
             self.close()
             raise
         except RuntimeError as error:
             self.close()
-            raise self._store_lost(error) from None
-
-    def _store_lost(self, error: Exception) -> ReplicaLostError:
-        return ReplicaLostError(
-            f"rank {self._member.rank}: the store through which the ranks of the group meet is gone: {error}. It lives "
-            "in the process of rank 0, unless torchrun keeps it: see that one's output.",
-            [0],
-        )
+            raise self.start_watch.without_store(error) from None
 
 
 def _topic(number: int, step: str) -> str:

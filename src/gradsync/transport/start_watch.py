@@ -7,7 +7,9 @@ is disturbed by it, whatever that rank does instead. Who sees its neighbor end s
 
     rank 0 ── receives from ──> rank 1 ── receives from ──> rank 2 ── receives from ──> rank 0
 
-When its replica is made a rank sends the byte that the one before it waits for.
+When its replica is made a rank sends the byte that the one before it waits for. A host that vanishes ends nothing by
+itself: there the kernel ends the connections, gloo's and that with the store (`keepalive.py`), within 8 s. On the side
+without the store all requests to it fail, and what is named is rank 0, where it usually is.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,35 +31,59 @@ from gradsync import _torch
 from gradsync._torch import Store
 from gradsync.errors import ReplicaLostError
 from gradsync.transport import progress_engine
+from gradsync.transport.keepalive import Keepalive
 from gradsync.transport.link import Link
+from gradsync.transport.store import NO_WORD
+from gradsync.watch.node import UNREACHABLE
+from gradsync.watch.notice import How
+from gradsync.watch.watch import Watch
 
 # What was sent before a rank ended may still be on its way, and is waited for so long.
 GRACE = 0.3
 EXPLAIN_SECONDS = 2.0
 # How long a rank that raises because of another one keeps the store, which may live in its process, for the rest.
 HEAR_SECONDS = 0.4
+# How long the watch may need to notice what a request to the store has noticed.
+NEWS_SECONDS = 1.5
 # How often to look into the store.
 _CHECK_SECONDS = 0.05
 _TAG = 0x67720001
 _SHOWN = 600  # characters of another rank's error
+_GONE = "is gone: its process ended. Its own output says why"
+_VANISHED = "does not answer any more: its host is down, or the network is"
 
 
 class StartWatch:
     """Of one rank: watches its neighbor, and passes on what any rank has reported."""
 
-    def __init__(self, gloo: Any, store: Store, number: int) -> None:
-        """All ranks at the same time; `number`: how often they have done so before."""
-        self._rank, self._size = gloo.rank(), gloo.size()
+    def __init__(self, gloo: Any, store: Store, rank: int, size: int, number: int, keepalive: Keepalive) -> None:
+        """All ranks at the same time; `number`: how often they have done so before. `gloo`: None if there is none.
+
+        `keepalive`: on the connections of this process, released when nothing is expected from the neighbors any more.
+        """
+        self._rank, self._size = rank, size
         self._store, self._key = store, f"gradsync/start/{number}/failure"
         self._next_check = self._known_since = 0.0
         self._has_heard = False
-        self._neighbor_ended = _watch_neighbor(gloo)
-        self._end = weakref.finalize(self, _say_done, gloo)
+        self._watches: list[Watch] = []
+        self._neighbor = _Neighbor(gloo, keepalive)
+        self._awaited_by: list[int] = [(rank - 1) % size]  # a list, which the finalizer has too
+        self._end = weakref.finalize(self, _end, gloo, keepalive, self._awaited_by)
         self._end.atexit = False
 
     def end(self) -> None:
         """This rank's replica is made, or was given up."""
         self._end()
+
+    def give_up_on(self, ranks: Iterable[int]) -> None:
+        """They never came. One of them may be who would wait for the byte: gloo would wait for it to do so."""
+        for rank in ranks:
+            if rank in self._awaited_by:
+                self._awaited_by.remove(rank)
+
+    def hear(self, watches: Iterable[Watch]) -> None:
+        """From now on what these know is heard too."""
+        self._watches = list(watches)
 
     def check(self) -> None:
         """Raises if a rank is known to have ended, or to have failed, and what it sent before must have come."""
@@ -65,15 +91,21 @@ class StartWatch:
         if now < self._next_check:
             return
         self._next_check = now + _CHECK_SECONDS
-        if self._neighbor_ended.is_set():
-            self._report({"rank": (self._rank + 1) % self._size})
+        try:
+            self._look(now)
+        except RuntimeError as error:
+            raise error if isinstance(error, ReplicaLostError) else self.without_store(error) from None
+
+    def _look(self, now: float) -> None:
+        if (lost := self._neighbor.lost or self._lost_by_watch()) is not None:
+            self._report(lost)
         if not self._store.check([self._key]):
             return
         self._known_since = self._known_since or now
         if now - self._known_since >= GRACE:
-            failure = json.loads(self._store.get(self._key))
+            failure = _Failure(**json.loads(self._store.get(self._key)))
             self._let_others_hear()
-            raise self._error(failure)
+            raise failure.error(self._rank)
 
     def explain(self) -> None:
         """After a connection broke: raises with the rank that was lost, as soon as that is known."""
@@ -102,18 +134,36 @@ class StartWatch:
         try:
             yield
         except ReplicaLostError as error:
+            mine = _Failure(error.ranks[0], _what_happened(error)) if error.ranks else None
+            failure = None
             with contextlib.suppress(RuntimeError):
-                if error.ranks:
-                    self._report({"rank": error.ranks[0]})
-            failure = self._reported()
+                failure = self._reported() if mine is None else self._report(mine)
             self._let_others_hear()
-            if failure is not None:  # which says why, if that rank has said it
-                raise self._error(failure) from None
+            if failure not in (None, mine):  # which says why, if that rank has said it
+                raise failure.error(self._rank) from None
             raise
         except Exception as error:
+            why = f"could not replicate its module: {type(error).__name__}: {error}"
             with contextlib.suppress(RuntimeError):
-                self._report({"rank": self._rank, "why": f"{type(error).__name__}: {error}"[:_SHOWN]})
+                self._report(_Failure(self._rank, why[:_SHOWN]))
             raise
+
+    def _lost_by_watch(self) -> _Failure | None:
+        lost = next((watch.lost for watch in self._watches if watch.lost is not None), None)
+        if lost is None:
+            return None
+        if lost.because:
+            return _Failure(lost.because[0], f"is lost, as rank {lost.rank} has found: {lost.why}"[:_SHOWN])
+        if lost.why:
+            return _Failure(lost.rank, f"raised {lost.why}"[:_SHOWN])
+        return _Failure(lost.rank, _VANISHED if lost.how is How.UNREACHABLE else _GONE)
+
+    def without_store(self, error: RuntimeError) -> ReplicaLostError:
+        """What to raise when a request to the store has failed: if there is a watch, it knows why in a moment."""
+        deadline = time.monotonic() + (NEWS_SECONDS if self._watches else 0.0)
+        while (lost := self._lost_by_watch()) is None and time.monotonic() < deadline:
+            time.sleep(_CHECK_SECONDS)
+        return store_lost(self._rank, error) if lost is None else lost.error(self._rank)
 
     def _let_others_hear(self) -> None:
         """Else they would find the store gone, if it is in this process, and name this rank, not the first cause."""
@@ -127,25 +177,27 @@ class StartWatch:
                 time.sleep(0.01)
                 heard = self._store.add(key, 0)
 
-    def _reported(self) -> dict[str, Any] | None:
-        with contextlib.suppress(RuntimeError):
-            if self._store.check([self._key]):
-                found: dict[str, Any] = json.loads(self._store.get(self._key))
-                return found
-        return None
+    def _reported(self) -> _Failure | None:
+        return _Failure(**json.loads(self._store.get(self._key))) if self._store.check([self._key]) else None
 
-    def _report(self, failure: dict[str, object]) -> None:
-        self._store.compare_set(self._key, "", json.dumps(failure))  # the first one counts
+    def _report(self, failure: _Failure) -> _Failure:
+        """What all ranks raise for: the first one that was reported."""
+        return _Failure(**json.loads(self._store.compare_set(self._key, "", json.dumps(failure._asdict()))))
 
-    def _error(self, failure: dict[str, Any]) -> ReplicaLostError:
-        lost, why = failure["rank"], failure.get("why")
-        what = (
-            f"could not replicate its module: {why}" if why else "is gone: its process ended. Its own output says why"
-        )
+
+class _Failure(NamedTuple):
+    """Why no replica can be made."""
+
+    rank: int
+    what: str
+    """It did, or what happened to it."""
+
+    def error(self, rank: int) -> ReplicaLostError:
+        """What rank `rank` raises for it."""
         return ReplicaLostError(
-            f"rank {self._rank}: while the ranks were making a replica, rank {lost} {what}. Start the job again when "
-            "that is cured.",
-            [lost],
+            f"rank {rank}: while the ranks were making a replica, rank {self.rank} {self.what}. Start the job again "
+            "when that is cured.",
+            [self.rank],
         )
 
 
@@ -163,24 +215,57 @@ class _CheckWhileWaiting:
         return link is not self._link
 
 
-def _watch_neighbor(gloo: Any) -> threading.Event:
-    """Set when the next rank has ended, as a receive from it shows it."""
-    ended = threading.Event()
-    try:
-        pending = gloo.recv([torch.zeros(1, dtype=torch.uint8)], (gloo.rank() + 1) % gloo.size(), _TAG)
-    except RuntimeError:
-        ended.set()  # before we came
-    else:
-        _in_thread(gloo, pending.wait, ended.set)
-    return ended
+def store_lost(rank: int, error: Exception) -> ReplicaLostError:
+    """A request to the store has failed."""
+    what = _VANISHED if _is_silence(error) else "is gone: see the output of its process"
+    return ReplicaLostError(
+        f"rank {rank}: the store through which the ranks of the group meet {what} ({error}). It lives in the process "
+        "of rank 0, unless torchrun keeps it, beside that.",
+        [0],
+    )
 
 
-def _say_done(gloo: Any) -> None:
-    if sys.is_finalizing():
-        return  # no thread may begin now, and the end of this process says it all
+def _what_happened(error: ReplicaLostError) -> str:
+    if NO_WORD in str(error):
+        return "did not come within the time limit of the process group"
+    return _VANISHED if _VANISHED in str(error) else _GONE
+
+
+def _is_silence(error: Exception) -> bool:
+    """Whether the kernel has given up a connection because the other host does not answer."""
+    return any(os.strerror(number) in str(error) for number in UNREACHABLE)
+
+
+class _Neighbor:
+    """The next rank, as a receive from it shows it."""
+
+    def __init__(self, gloo: Any, keepalive: Keepalive) -> None:
+        self.lost: _Failure | None = None
+        """Once it has ended, or its host has vanished."""
+        if gloo is None:
+            return
+        self._rank = (gloo.rank() + 1) % gloo.size()
+        try:
+            pending = gloo.recv([torch.zeros(1, dtype=torch.uint8)], self._rank, _TAG)
+        except RuntimeError as error:
+            self._failed(error)  # before we came
+        else:
+            _in_thread(gloo, keepalive, pending.wait, self._failed)
+
+    def _failed(self, error: RuntimeError) -> None:
+        self.lost = _Failure(self._rank, _VANISHED if _is_silence(error) else _GONE)
+
+
+def _end(gloo: Any, keepalive: Keepalive, awaited_by: list[int]) -> None:
+    if gloo is not None and awaited_by and not sys.is_finalizing():  # when no thread may begin, and the end says it all
+        _say_done(gloo, keepalive)
+    keepalive.release()
+
+
+def _say_done(gloo: Any, keepalive: Keepalive) -> None:
     with contextlib.suppress(RuntimeError):  # nobody is left there to be told
         sent = gloo.send([torch.zeros(1, dtype=torch.uint8)], (gloo.rank() - 1) % gloo.size(), _TAG)
-        _in_thread(gloo, sent.wait, lambda: None)
+        _in_thread(gloo, keepalive, sent.wait, lambda error: None)
 
 
 # --- threads that gloo may keep for as long as the other rank likes ---------------------------------------------
@@ -188,15 +273,19 @@ def _say_done(gloo: Any) -> None:
 _waiting: dict[threading.Thread, tuple[Any, int]] = {}  # the connections, and the process
 
 
-def _in_thread(gloo: Any, wait: Callable[[], object], failed: Callable[[], None]) -> None:
+def _in_thread(
+    gloo: Any, keepalive: Keepalive, wait: Callable[[], object], failed: Callable[[RuntimeError], None]
+) -> None:
     def run() -> None:
         try:
             wait()
-        except RuntimeError:
-            failed()
+        except RuntimeError as error:
+            failed(error)
         finally:
+            keepalive.release()
             _waiting.pop(thread, None)
 
+    keepalive.hold()
     thread = threading.Thread(target=run, name="gradsync-start", daemon=True)
     _waiting[thread] = gloo, os.getpid()
     thread.start()

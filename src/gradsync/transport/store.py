@@ -14,12 +14,21 @@ from gradsync._torch import Store
 
 # How long to sleep between two looks, at first and at most: ranks in step need less than the first.
 _NAP, _LONGEST_NAP = 0.5e-3, 20e-3
+NO_WORD = "no word from rank"
+
+
+class SilentRanksError(TimeoutError):
+    """Some ranks have said nothing in time."""
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        super().__init__(f"{NO_WORD} {', '.join(map(str, ranks))}")
+        self.ranks = tuple(ranks)
 
 
 def exchange(
     store: Store, topic: str, rank: int, size: int, text: str, limit: float, check: Callable[[], None] | None = None
 ) -> list[str]:
-    """Every rank's text on a topic. Those that said nothing within `limit` seconds are named in a `TimeoutError`.
+    """Every rank's text on a topic. Those that said nothing within `limit` seconds are in a `SilentRanksError`.
 
     `check` is called now and then; it raises if waiting has become pointless.
     """
@@ -27,7 +36,7 @@ def exchange(
     store.set(keys[rank], text)
     silent = await_keys(store, keys, limit, check)
     if silent:
-        raise TimeoutError(f"no word from rank {', '.join(str(keys.index(key)) for key in silent)}")
+        raise SilentRanksError([keys.index(key) for key in silent])
     return [found.decode() for found in _torch.read_all(store, keys)]
 
 
@@ -56,7 +65,7 @@ class Board:
 
     def __init__(self, store: Store, check: Callable[[], None]) -> None:
         """`check`: called while waiting, raises if that has become pointless."""
-        self._store, self._check = store, check
+        self._store, self.check = store, check
 
     def publish(self, key: str, text: str) -> None:
         self._store.set(f"gradsync/{key}", text)
@@ -64,6 +73,6 @@ class Board:
     def read(self, key: str, seconds: float) -> str:
         """Raises `TimeoutError` if nobody has published it within so many seconds."""
         key = f"gradsync/{key}"
-        if await_keys(self._store, [key], seconds, self._check):
+        if await_keys(self._store, [key], seconds, self.check):
             raise TimeoutError(f"no word under {key}")
         return self._store.get(key).decode()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -17,7 +18,7 @@ PAUSE = 200e-6
 _SLICE = timedelta(seconds=0.25)
 
 
-def finish(work: dist.Work, on_cpu: bool, watch: Watch | None, limit: float) -> None:
+def finish(work: dist.Work, on_cpu: bool, find_watch: Callable[[], Watch | None], limit: float) -> None:
     """Waits, and meanwhile advances what the other ranks of this host may wait for: they could be one step behind.
 
     `on_cpu`: for tensors on the CPU. Elsewhere only streams are ordered, and this process does not wait at all. With a
@@ -30,26 +31,32 @@ def finish(work: dist.Work, on_cpu: bool, watch: Watch | None, limit: float) -> 
         return
     try:
         if not _finished_in_slice(work):
-            _finish_slowly(work, watch, limit)
+            _finish_slowly(work, find_watch, limit)
     except GradsyncError:
         raise
     except RuntimeError as error:
-        raise (error if watch is None else after_break(watch, error)) from None
+        raise (error if (watch := find_watch()) is None else after_break(watch, error)) from None
     except BaseException as error:
         raise error from None  # not about the last slice of time
 
 
-def _finish_slowly(work: dist.Work, watch: Watch | None, limit: float) -> None:
-    if watch is None:
-        while not _finished_in_slice(work):
-            pass
-        return
-    patience = Patience(watch, limit, waited=_SLICE.total_seconds())
+def _finish_slowly(work: dist.Work, find_watch: Callable[[], Watch | None], limit: float) -> None:
+    began = time.monotonic() - _SLICE.total_seconds()
+    while (watch := find_watch()) is None:  # none at all, or not yet
+        if _finished_in_slice(work):
+            return
+    patience = Patience(watch, limit, waited=time.monotonic() - began)
     try:
         while not _finished_in_slice(work):
             patience.look()
             if patience.waited > limit:
                 raise patience.too_long()
+    except GradsyncError:
+        raise
+    except RuntimeError:
+        if watch.lost is None and patience.waited > limit - _SLICE.total_seconds():  # c10d's own limit is the same
+            raise patience.too_long() from None
+        raise
     finally:
         patience.over()
 

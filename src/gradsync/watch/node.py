@@ -30,7 +30,7 @@ from gradsync.watch.wire import Channel, Message
 PUSH_SECONDS = 1.0
 _MOST_FAILURES = 10
 # What the kernel says of a host that does not answer: it keeps to what it heard last, from its own routes too.
-_UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN)
+UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN)
 # And of a process or a system that has no descriptor for one more connection. Looked at again after so long.
 _EXHAUSTED, _EXHAUSTED_SECONDS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM), 0.05
 _log = log.logger()
@@ -302,7 +302,7 @@ class Node:
             self._selector.unregister(channel.socket)
             channel.close()
             del self._channels[channel.rank]
-            self._ended(channel.rank, vanished=isinstance(error, OSError) and error.errno in _UNREACHABLE)
+            self._ended(channel.rank, vanished=isinstance(error, OSError) and error.errno in UNREACHABLE)
 
     def _ended(self, rank: int, vanished: bool) -> None:
         """The connection with a neighbor is over."""

@@ -32,6 +32,9 @@ class Board(Protocol):
     def read(self, key: str, seconds: float) -> str:
         """Raises `TimeoutError` if nobody has published it within so many seconds."""
 
+    def check(self) -> None:
+        """Raises if it has become pointless to wait for others."""
+
 
 class Question(NamedTuple):
     """Where everybody is, asked for; see `Watch.ask_where`."""
@@ -145,7 +148,7 @@ def connect(
         if place.above is not None:
             kind = "there" if place.above_is_remote else "here"
             where = board.read(f"{name}/{place.above}/{kind}", CONNECT_SECONDS)
-            node.join_above(reach(where, token, rank, CONNECT_SECONDS))
+            node.join_above(reach(where, token, rank, CONNECT_SECONDS, board.check))
     except OSError as error:
         _log.warning(
             "rank %d: the watch could not be connected%s (%s): what happens to ranks there is told by the process "
@@ -158,7 +161,7 @@ def connect(
         for listener in listeners:
             listener.close()
         if node is not None:
-            node.end()
+            _leave(node)  # not without a word: those below would take this process for lost
         raise
     if node is None:
         for listener in listeners:
@@ -181,7 +184,9 @@ def _listen(board: Board, key: str, place: Place, address: Callable[[], str]) ->
     return made
 
 
-def reach(address: str, token: bytes, rank: int, seconds: float) -> socket.socket:
+def reach(
+    address: str, token: bytes, rank: int, seconds: float, check: Callable[[], None] = lambda: None
+) -> socket.socket:
     """Connects. Who is turned away comes again: in a crowd, a listener may take it for one that has nothing to say.
 
     So does who finds its queue full, which on a Unix socket is an error at once.
@@ -190,7 +195,7 @@ def reach(address: str, token: bytes, rank: int, seconds: float) -> socket.socke
     while True:
         left = max(deadline - time.monotonic(), 0.001)
         try:
-            return wire.connect_to(address, token, rank, left)
+            return wire.connect_to(address, token, rank, left, check)
         except (wire.TurnedAwayError, ConnectionResetError, BrokenPipeError, BlockingIOError):
             if left <= 2 * pause:
                 raise

@@ -12,11 +12,15 @@ A nonce is used once, so that nothing that was overheard can be played back.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
 import json
 import os
+import select
 import socket
 import struct
+import time
+from collections.abc import Callable
 from typing import Any
 
 MOST_BYTES = 64 * 1024  # of one frame
@@ -25,6 +29,7 @@ _MAGIC = b"gsw1"
 _NONCE, _PROOF = 16, 32
 _ANSWER = struct.Struct(f"!{_NONCE}sq{_PROOF}s")
 _LENGTH = struct.Struct("!I")
+_CHECK_SECONDS = 0.05
 HELLO_BYTES = len(_MAGIC) + _NONCE
 ANSWER_BYTES = _ANSWER.size
 
@@ -160,8 +165,13 @@ def listen_on(address: str) -> tuple[socket.socket, str]:
     return listener, f"tcp:{address}:{listener.getsockname()[1]}"
 
 
-def connect_to(address: str, token: bytes, rank: int, seconds: float) -> socket.socket:
-    """Connects, and has the other side prove that it belongs to this job."""
+def connect_to(
+    address: str, token: bytes, rank: int, seconds: float, check: Callable[[], None] = lambda: None
+) -> socket.socket:
+    """Connects, and has the other side prove that it belongs to this job.
+
+    `check`: called meanwhile, raises if that has become pointless.
+    """
     kind, _, where = address.partition(":")
     if kind == "none":
         raise ConnectionRefusedError(f"it does not listen: {where}")
@@ -171,13 +181,20 @@ def connect_to(address: str, token: bytes, rank: int, seconds: float) -> socket.
         host, _, port = where.rpartition(":")
         connected = socket.socket(_family(host), socket.SOCK_STREAM)
     try:
-        connected.settimeout(seconds)
-        connected.connect("\0" + where if kind == "unix" else (host, int(port)))
-        said = _receive_all(connected, HELLO_BYTES)
-        answered = answer(said, token, rank)
-        connected.sendall(answered)
-        check_proof(_receive_all(connected, _PROOF), said, answered, token)
+        deadline = time.monotonic() + seconds
+        connected.setblocking(False)
         keep_alive(connected)
+        failed = connected.connect_ex("\0" + where if kind == "unix" else (host, int(port)))
+        if failed == errno.EINPROGRESS:
+            _await(connected, select.POLLOUT, deadline, check)
+            failed = connected.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if failed:
+            raise OSError(failed, os.strerror(failed))
+        said = _receive_all(connected, HELLO_BYTES, deadline, check)
+        answered = answer(said, token, rank)
+        connected.sendall(answered)  # which fits into the kernel's buffer
+        check_proof(_receive_all(connected, _PROOF, deadline, check), said, answered, token)
+        connected.settimeout(seconds)
     except BaseException:
         connected.close()
         raise
@@ -188,14 +205,32 @@ def keep_alive(connected: socket.socket) -> None:
     if connected.family != socket.AF_UNIX:
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        for option, value in _KEEPALIVE.items():
-            if hasattr(socket, option):  # not on every system
-                connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+        for (level, option), value in keepalive_options().items():
+            connected.setsockopt(level, option, value)
 
 
-def _receive_all(connected: socket.socket, count: int) -> bytes:
+def keepalive_options() -> dict[tuple[int, int], int]:
+    """Of a connection that has `SO_KEEPALIVE`, by level and option."""
+    return {
+        (socket.IPPROTO_TCP, getattr(socket, option)): value
+        for option, value in _KEEPALIVE.items()
+        if hasattr(socket, option)  # not on every system
+    }
+
+
+def _await(connected: socket.socket, event: int, deadline: float, check: Callable[[], None]) -> None:
+    poll = select.poll()  # unlike `select`, for any number of descriptors
+    poll.register(connected, event)
+    while not poll.poll(1000 * _CHECK_SECONDS):
+        check()
+        if time.monotonic() > deadline:
+            raise TimeoutError("timed out")
+
+
+def _receive_all(connected: socket.socket, count: int, deadline: float, check: Callable[[], None]) -> bytes:
     data = b""
     while len(data) < count:
+        _await(connected, select.POLLIN, deadline, check)
         more = connected.recv(count - len(data))
         if not more:
             raise TurnedAwayError("the connection was closed in the middle of the handshake")

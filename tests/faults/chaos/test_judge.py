@@ -19,6 +19,8 @@ KILL = parse("kill rank=1 ranks=3 phase=backward transport=shared_memory step=2"
 RAISE = replace(KILL, kind=Kind.RAISE)
 END = replace(KILL, kind=Kind.END, phase=Phase.LOADING)
 STOP = replace(KILL, kind=Kind.STOP, seconds=1.0)
+HALT = replace(KILL, kind=Kind.HALT)
+LOOP = replace(KILL, kind=Kind.LOOP)
 CUT = parse("cut rank=3 ranks=4 hosts=2 phase=forward transport=hierarchical")
 FLAP = replace(CUT, kind=Kind.FLAP, seconds=2.0)
 
@@ -26,6 +28,10 @@ FLAP = replace(CUT, kind=Kind.FLAP, seconds=2.0)
 def names(rank: int, blamed: int = 1, text: str = GONE, after: float = 0.1, **more: Any) -> Outcome:
     told = {"status": 0, "error": "ReplicaLostError", "blamed": (blamed,), "at": FAULT_AT + after, "text": text}
     return Outcome(rank=rank, **{**told, **more})
+
+
+def tells(rank: int, text: str, **more: Any) -> Outcome:
+    return names(rank, text=text, **{"error": "RoundTimeoutError", "after": 7.0, **more})
 
 
 def finished(rank: int, fingerprint: str = "aa") -> Outcome:
@@ -39,6 +45,8 @@ def seen(*outcomes: Outcome, **more: Any) -> Observation:
 KILLED = Outcome(rank=1, status=-9)
 RAISED = Outcome(rank=1, status=1, error="ValueError")
 HIS_WORDS = "rank 0: rank 1 raised ValueError: the data of this rank is bad. It was ..."
+SILENT = "rank 0 has waited 4 s, at the end of backward ...: rank 1 does not answer, though its process is there: ..."
+BUSY = "rank 0 has waited 4 s, at the end of backward ...: rank 1 has been in backward of round 2 for 4 s (train.py:3):"
 EARLY = "rank 0: rank 1 ended its training after round 1; rank 0 is in round 2."
 
 
@@ -51,6 +59,13 @@ EARLY = "rank 0: rank 1 ended its training after round 1; rank 0 is in round 2."
         (STOP, seen(finished(0), finished(1), finished(2)), Judgment.WENT_ON),
         (CUT, seen(*(names(rank, 2 - rank // 2 * 2, DOWN, 9.0) for rank in range(4))), Judgment.NAMED),
         (FLAP, seen(*map(finished, range(4))), Judgment.WENT_ON),
+        (HALT, seen(tells(0, SILENT), KILLED, tells(2, SILENT)), Judgment.NAMED),
+        (LOOP, seen(tells(0, BUSY), KILLED, tells(2, BUSY)), Judgment.NAMED),
+        (  # there is no round yet
+            replace(LOOP, phase=Phase.CONSTRUCTION, step=0),
+            seen(names(0, text="no word", after=5.0), KILLED, names(2, text="no word", after=5.0)),
+            Judgment.NAMED,
+        ),
         (  # a busy machine has more time
             KILL,
             seen(names(0), KILLED, names(2, after=3.0), crowding=4.0),
@@ -97,6 +112,15 @@ BAD = {
     "a cut blames one's own side": (CUT, seen(*CUT_SEEN[:3], names(3, 2, DOWN)), "rank 3 blames rank 2, not 0"),
     "a stop ends one": (STOP, seen(finished(0), finished(1), names(2)), "rank 2 raised ReplicaLostError, and should"),
     "a stop kills one": (STOP, seen(finished(0), KILLED, finished(2)), "rank 1 ended with -9"),
+    "a halt is called a death": (HALT, seen(names(0), KILLED, names(2)), "rank 0 raised ReplicaLostError"),
+    "a halt is not told apart": (
+        HALT,
+        seen(tells(0, BUSY), KILLED, tells(2, BUSY)),
+        "does not say 'rank 1 does",
+    ),
+    "where it loops is not said": (LOOP, seen(tells(0, SILENT), KILLED, tells(2, SILENT)), "does not say 'rank 1 has"),
+    "the limit is not kept": (HALT, seen(tells(0, SILENT), KILLED, tells(2, SILENT, after=9.5)), "promised are 9 s"),
+    "who waits is blamed": (HALT, seen(tells(0, SILENT), KILLED, tells(2, SILENT, blamed=0)), "blames rank 0, not 1"),
     "replicas differ": (STOP, seen(finished(0), finished(1), finished(2, "bb")), "the replicas differ: aa, aa, bb"),
     "a short flap ends the training": (FLAP, seen(*CUT_SEEN), "should have gone on"),
     "a thread is left": (

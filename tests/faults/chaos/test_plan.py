@@ -27,7 +27,8 @@ def test_everything_is_drawn() -> None:
     assert {fault.front for fault in drawn} == set(FRONTS)
     assert {fault.ranks for fault in drawn} == {2, 3, 4}
     assert {fault.phase for fault in drawn if fault.kind is Kind.KILL} == set(Phase)
-    assert {fault.phase for fault in drawn if fault.kind is Kind.CUT} == set(Phase) - {Phase.CONSTRUCTION}
+    assert {fault.phase for fault in drawn if fault.kind is Kind.CUT} == set(Phase)
+    assert {fault.phase for fault in draw(1, 1500) if fault.kind is Kind.HALT} == set(Phase)
     assert {(fault.transport, fault.hosts) for fault in drawn} == {
         *((transport, 1) for transport in TRANSPORTS),
         ("process_group", 2),
@@ -78,6 +79,9 @@ def test_a_line_says_all() -> None:
         ("kill rank=0 ranks=2 phase=forward transport=shared_memory colour=red", "'colour' is nothing that a fault"),
         ("cut rank=0 ranks=2 phase=forward transport=process_group", "cut needs hosts=2"),
         ("raise rank=0 ranks=2 phase=forward transport=shared_memory delay=1", "raise can't be delayed"),
+        ("loop rank=0 ranks=2 phase=forward transport=shared_memory delay=1", "loop can't be delayed"),
+        ("halt rank=1 ranks=2 phase=construction transport=shared_memory delay=1", "can't be delayed in construction"),
+        ("halt rank=0 ranks=2 phase=construction transport=process_group store_in_rank_0=yes", "tells nobody anything"),
         ("end rank=0 ranks=2 phase=forward transport=shared_memory", "a script ends between steps"),
         ("slow rank=0 ranks=2 phase=forward transport=shared_memory seconds=-1", "negative"),
     ],

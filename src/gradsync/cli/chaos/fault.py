@@ -20,6 +20,9 @@ class Kind(Enum):
     RAISE = "raise"
     END = "end"  # of the script, in good order, before the others
     STOP = "stop"  # SIGSTOP, and SIGCONT
+    HALT = "halt"  # SIGSTOP, and nothing more
+    LOOP = "loop"  # without end
+    LOCK = "lock"  # Python's, held without end by code in C
     SLOW = "slow"
     CUT = "cut"  # the link of its host goes down
     FLAP = "flap"  # and up again
@@ -30,13 +33,18 @@ class Kind(Enum):
         return self in (Kind.KILL, Kind.EXIT, Kind.RAISE, Kind.END, Kind.CUT)
 
     @property
+    def is_stuck(self) -> bool:
+        """Whether the rank is there, and never comes: the others end at the limit of the group."""
+        return self in (Kind.HALT, Kind.LOOP, Kind.LOCK)
+
+    @property
     def needs_hosts(self) -> bool:
         return self in (Kind.CUT, Kind.FLAP)
 
     @property
     def may_come_late(self) -> bool:
         """Whether it can happen at any moment, whatever the rank does then, and not only where the script says so."""
-        return self in (Kind.KILL, Kind.STOP, Kind.CUT, Kind.FLAP)
+        return self in (Kind.KILL, Kind.STOP, Kind.HALT, Kind.CUT, Kind.FLAP)
 
 
 class Phase(Enum):
@@ -76,6 +84,7 @@ class Fault:
     """Whether the others catch the error, and clean up; else it ends them."""
 
     def __post_init__(self) -> None:
+        is_construction = self.phase is Phase.CONSTRUCTION
         for complaint, is_so in (
             (f"{self.transport} is no transport: {', '.join(TRANSPORTS)}", self.transport not in TRANSPORTS),
             (f"{self.front} is no front: {', '.join(FRONTS)}", self.front not in FRONTS),
@@ -90,9 +99,16 @@ class Fault:
             ("no host has two ranks", self.transport == "hierarchical" and self.hosts == self.ranks),
             ("a script ends between steps", self.kind is Kind.END and self.phase is not Phase.LOADING),
             (f"{self.kind.value} can't be delayed", self.delay > 0 and not self.kind.may_come_late),
+            # Where connections are being made, each has a limit of its own, and whoever runs into it says what it was.
+            ("halt can't be delayed in construction", self.kind is Kind.HALT and self.delay > 0 and is_construction),
+            ("a store that is halted tells nobody anything", self._halts_store and is_construction),
         ):
             if is_so:
                 raise BadFault(complaint)
+
+    @property
+    def _halts_store(self) -> bool:
+        return self.kind is Kind.HALT and self.rank == 0 and self.store_in_rank_0
 
     @property
     def steps(self) -> int:

@@ -9,11 +9,13 @@ from enum import Enum
 from gradsync.cli.chaos.fault import Fault, Kind, Phase
 from gradsync.cli.chaos.outcome import Observation, Outcome
 
-LOST = "ReplicaLostError"
+LOST, TOO_LONG = "ReplicaLostError", "RoundTimeoutError"
 RAISED_WORDS = "the data of this rank is bad"  # of the exception that a rank is made to raise
 EXIT_CODE = 3
 # Seconds from the fault to the error of the last survivor, on an idle machine.
 INSIDE_A_HOST, BETWEEN_HOSTS, VANISHED, ENDED_EARLY = 1.0, 2.0, 10.0, 2.0
+# Seconds that the group of a training with a stuck rank allows for a wait, and more, until all have raised.
+LIMIT_IF_STUCK, BEYOND_LIMIT = 4.0, 5.0
 # A link that is up again after less time than this does not end the training.
 SHORT_FLAP = 4.0
 
@@ -39,6 +41,8 @@ def promised(fault: Fault) -> float:
         return VANISHED
     if fault.kind is Kind.END:
         return ENDED_EARLY
+    if fault.kind.is_stuck:
+        return LIMIT_IF_STUCK + BEYOND_LIMIT
     return BETWEEN_HOSTS if fault.hosts > 1 else INSIDE_A_HOST
 
 
@@ -52,7 +56,11 @@ def judge(fault: Fault, seen: Observation, undisturbed: str = "") -> Verdict:
         _check_nothing_left(seen)
         if _came_too_late(fault, seen):
             return _went_on(seen, undisturbed, all_but=fault.rank)
-        if fault.kind.is_loss or (fault.kind is Kind.FLAP and fault.seconds >= SHORT_FLAP and _any_error(seen)):
+        if (
+            fault.kind.is_loss
+            or fault.kind.is_stuck
+            or (fault.kind is Kind.FLAP and fault.seconds >= SHORT_FLAP and _any_error(seen))
+        ):
             return _named(fault, seen, seen.fault_at)
         return _went_on(seen, undisturbed)
     except _Bad as bad:
@@ -71,7 +79,8 @@ def _check_nothing_left(seen: Observation) -> None:
 
 def _came_too_late(fault: Fault, seen: Observation) -> bool:
     """One with a delay, for a rank whose training was over by then: the others had all that they needed of it."""
-    return fault.kind is Kind.KILL and fault.delay > 0 and bool(seen.outcomes[fault.rank].finished)
+    has_end = fault.kind in (Kind.KILL, Kind.HALT)
+    return has_end and fault.delay > 0 and bool(seen.outcomes[fault.rank].finished)
 
 
 def _any_error(seen: Observation) -> bool:
@@ -108,7 +117,8 @@ def _named(fault: Fault, seen: Observation, fault_at: float) -> Verdict:
 
 
 def _check_ended_as_planned(fault: Fault, doomed: Outcome) -> None:
-    planned = {Kind.KILL: -signal.SIGKILL, Kind.EXIT: EXIT_CODE, Kind.RAISE: 1, Kind.END: 0}[fault.kind]
+    # Who is stuck is killed when the others have ended.
+    planned = {Kind.EXIT: EXIT_CODE, Kind.RAISE: 1, Kind.END: 0}.get(fault.kind, -signal.SIGKILL)
     if doomed.status != planned:
         raise _Bad(f"the fault did not happen: rank {doomed.rank} ended with {doomed.status}, not {planned}")
 
@@ -117,7 +127,7 @@ def _check_names(fault: Fault, survivor: Outcome) -> None:
     who = f"rank {survivor.rank}"
     if survivor.finished:
         raise _Bad(f"{who} went on without the rank that was lost")
-    if survivor.error != LOST:
+    if survivor.error not in _promised_errors(fault):
         what = f"raised {survivor.error}: {survivor.text}" if survivor.error else f"ended with {survivor.status}"
         raise _Bad(f"{who} {what}{'' if survivor.error else ': ' + survivor.output[-500:]}")
     expected = _first_cause(fault, survivor.rank)
@@ -125,6 +135,12 @@ def _check_names(fault: Fault, survivor: Outcome) -> None:
         raise _Bad(f"{who} blames rank {_listed(survivor.blamed)}, not {expected}: {survivor.text}")
     if (words := _promised_words(fault)) not in survivor.text:
         raise _Bad(f"{who} does not say {words!r}: {survivor.text}")
+
+
+def _promised_errors(fault: Fault) -> tuple[str, ...]:
+    if not fault.kind.is_stuck:
+        return (LOST,)
+    return (LOST, TOO_LONG) if fault.phase is Phase.CONSTRUCTION else (TOO_LONG,)
 
 
 def _first_cause(fault: Fault, survivor: int) -> int:
@@ -136,13 +152,16 @@ def _first_cause(fault: Fault, survivor: int) -> int:
 
 
 def _promised_words(fault: Fault) -> str:
-    if fault.phase is Phase.CONSTRUCTION:
+    if fault.phase is Phase.CONSTRUCTION and not fault.kind.needs_hosts:
         return ""  # there may be no watch yet that could tell more than who
     return {
         Kind.KILL: "is gone: its process ended without a word",
         Kind.EXIT: "is gone: its process ended without a word",
         Kind.RAISE: f"raised ValueError: {RAISED_WORDS}",
         Kind.END: "ended its training",
+        Kind.HALT: f"rank {fault.rank} does not answer, though its process is there",
+        Kind.LOCK: f"rank {fault.rank} does not answer, though its process is there",
+        Kind.LOOP: f"rank {fault.rank} has been ",
     }.get(fault.kind, "does not answer any more: its host is down, or the network is")
 
 

@@ -8,22 +8,21 @@ from random import Random
 
 from gradsync.cli.chaos.fault import BUCKETS, FRONTS, LAST_STEP, TRANSPORTS, Fault, Kind, Phase
 
-# In each 30 faults. A cut takes ten seconds, all others one or two.
+# In each 30 faults. A cut takes ten seconds, who is stuck five, all others one or two.
 _OFTEN = {
-    Kind.KILL: 9,
-    Kind.RAISE: 6,
+    Kind.KILL: 8,
+    Kind.RAISE: 5,
     Kind.EXIT: 2,
     Kind.END: 3,
-    Kind.STOP: 4,
+    Kind.STOP: 3,
     Kind.SLOW: 2,
     Kind.FLAP: 3,
     Kind.CUT: 1,
+    Kind.HALT: 1,
+    Kind.LOOP: 1,
+    Kind.LOCK: 1,
 }
-_PHASES: dict[Kind, tuple[Phase, ...]] = {
-    Kind.END: (Phase.LOADING,),
-    # Not while the replica is made: a host that vanishes then is noticed at the limit of the group, see docs/limits.md.
-    Kind.CUT: tuple(phase for phase in Phase if phase is not Phase.CONSTRUCTION),
-}
+_PHASES: dict[Kind, tuple[Phase, ...]] = {Kind.END: (Phase.LOADING,)}
 _LONGEST_DELAY = 0.06  # seconds: as long as the making of a replica, or ten steps
 _LASTING = {Kind.STOP: (0.1, 1.2), Kind.SLOW: (0.1, 1.2), Kind.FLAP: (0.1, 2.5)}
 
@@ -65,9 +64,10 @@ def _draw(dice: Random, kind: Kind, choices: Choices) -> Fault:
     phase = dice.choice(_PHASES.get(kind, tuple(Phase)))
     # Half of those that can come at any moment do.
     delay = dice.uniform(0.0, _LONGEST_DELAY) if kind.may_come_late and dice.random() < 0.5 else 0.0
+    rank, halts_start = dice.randrange(ranks), kind is Kind.HALT and phase is Phase.CONSTRUCTION
     return Fault(
         kind=kind,
-        rank=dice.randrange(ranks),
+        rank=rank,
         phase=phase,
         transport=transport,
         ranks=ranks,
@@ -76,9 +76,9 @@ def _draw(dice: Random, kind: Kind, choices: Choices) -> Fault:
         step=0 if phase is Phase.CONSTRUCTION else dice.randint(0, LAST_STEP),
         bucket=dice.randrange(BUCKETS) if phase is Phase.BACKWARD else 0,
         after=phase is Phase.BACKWARD and dice.random() < 0.5,
-        delay=round(delay, 4),
+        delay=0.0 if halts_start else round(delay, 4),
         seconds=round(dice.uniform(*_LASTING[kind]), 2) if kind in _LASTING else 0.0,
-        store_in_rank_0=dice.random() < 0.3,
+        store_in_rank_0=dice.random() < 0.3 and not (halts_start and rank == 0),
         caught=dice.random() < 0.7,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import faulthandler
 import os
 import signal
@@ -61,8 +62,13 @@ class Injection:
             os._exit(EXIT_CODE)
         elif kind is Kind.RAISE:
             raise ValueError(RAISED_WORDS)
-        elif kind is Kind.STOP:
+        elif kind in (Kind.STOP, Kind.HALT):
             os.kill(os.getpid(), signal.SIGSTOP)
+        elif kind is Kind.LOOP:
+            while True:
+                time.sleep(0.001)  # a core of this machine is not the point
+        elif kind is Kind.LOCK:
+            ctypes.PyDLL(None).pause()  # unlike `CDLL`, it does not let go of the lock
         elif kind is Kind.SLOW:
             time.sleep(self._fault.seconds)
         elif kind is Kind.END:
@@ -70,9 +76,17 @@ class Injection:
 
 
 def run_rank(
-    fault: Fault, rank: int, meeting: Meeting, host: Host | None, output: Path, report: Reporter, go: int, parent: int
+    fault: Fault,
+    rank: int,
+    meeting: Meeting,
+    host: Host | None,
+    output: Path,
+    report: Reporter,
+    go: int,
+    parent: int,
+    limit: float,
 ) -> NoReturn:
-    """Never returns, whatever happens."""
+    """Never returns, whatever happens. `limit`: that of the process group."""
     try:
         kernel.die_with(parent)
         _redirect_output(output)
@@ -80,14 +94,14 @@ def run_rank(
         if host is not None:
             host.enter()
         script = Script(fault, rank, Injection(fault, rank, report, go).reach)
-        _run(fault, rank, script, meeting, report)
+        _run(fault, rank, script, meeting, report, limit)
     except BaseException:  # a fault of ours, and this process must not go on as a second parent
         traceback.print_exc()
     finally:
         os._exit(70)
 
 
-def _run(fault: Fault, rank: int, script: Script, meeting: Meeting, report: Reporter) -> None:
+def _run(fault: Fault, rank: int, script: Script, meeting: Meeting, report: Reporter, limit: float) -> None:
     is_master = rank == 0 and fault.store_in_rank_0
     store = [meeting.store(is_master)]
     if is_master:
@@ -95,7 +109,7 @@ def _run(fault: Fault, rank: int, script: Script, meeting: Meeting, report: Repo
     before = belongings()  # with what remains of a store, which is torch's
     error: BaseException | None = None
     try:
-        script.join(store[0])
+        script.join(store[0], limit)
         report.send("finished", fingerprint=script.train())
     except BaseException as raised:
         error = raised

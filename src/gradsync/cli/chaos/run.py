@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from gradsync.cli import kernel
 from gradsync.cli.chaos.fault import Fault, Kind
 from gradsync.cli.chaos.hosts import Host
-from gradsync.cli.chaos.judge import promised
+from gradsync.cli.chaos.judge import LIMIT_IF_STUCK, promised
 from gradsync.cli.chaos.outcome import Observation, Outcome
 from gradsync.cli.chaos.rank import DUMP_STACKS, run_rank
 from gradsync.cli.chaos.script import Meeting
@@ -30,6 +30,8 @@ from gradsync.cli.report import Inbox, Record, Reporter
 LOCAL = "127.0.0.1"
 # Beyond what is promised, and what the fault itself takes: who is not back by then has hung.
 HANG_SECONDS = 15.0
+# Of the process group, unless its limit is what is tried: who waits for it has hung.
+_NO_LIMIT = 300.0
 _PORTS = range(20_000, 30_000)  # on hosts of our own, where nobody else is
 _TAIL = 6000  # characters of a rank's output
 
@@ -86,6 +88,7 @@ class Run:
         self._fault_at: float | None = None
         self._due: list[tuple[float, int, Callable[[], None]]] = []  # a heap
         self._selector = selectors.DefaultSelector()
+        self._limit = LIMIT_IF_STUCK * crowding() if fault.kind.is_stuck else _NO_LIMIT
         self._reserved: socket.socket | None = None
         if self._hosts:
             port = _PORTS[number % len(_PORTS)]
@@ -134,7 +137,7 @@ class Run:
             for child in self._children:  # else nobody would see the end of their pipes
                 os.close(child.go)
             host, report = self._host(self._fault.host_of(rank)), Reporter(writing)
-            run_rank(self._fault, rank, self._meeting, host, output, report, waiting, parent)
+            run_rank(self._fault, rank, self._meeting, host, output, report, waiting, parent, self._limit)
         os.close(writing)
         os.close(waiting)
         child = Child(rank, pid, os.pidfd_open(pid), Inbox(reading), go, output)
@@ -181,8 +184,14 @@ class Run:
                 key.data()
             while self._due and self._due[0][0] <= time.monotonic():
                 heapq.heappop(self._due)[2]()
+            if self._fault.kind.is_stuck and self._only_stuck_left():
+                self._signal(self._children[self._fault.rank], signal.SIGKILL)
             if watch.seconds > limit:
                 self._give_up()
+
+    def _only_stuck_left(self) -> bool:
+        alive = [child.rank for child in self._children if child.status is None]
+        return len(self._children) == self._fault.ranks and alive == [self._fault.rank] and self._fault_at is not None
 
     def _children_alive(self) -> bool:
         return len(self._children) < self._fault.ranks or any(child.status is None for child in self._children)
@@ -233,6 +242,8 @@ class Run:
         kind = self._fault.kind
         if kind is Kind.KILL:
             self._signal(child, signal.SIGKILL)
+        elif kind is Kind.HALT:
+            self._signal(child, signal.SIGSTOP)
         elif kind is Kind.STOP:
             self._signal(child, signal.SIGSTOP)
             self._after(self._fault.seconds, lambda: self._signal(child, signal.SIGCONT))

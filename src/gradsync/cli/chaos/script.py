@@ -16,8 +16,6 @@ import gradsync
 from gradsync._torch import TCPStore
 from gradsync.cli.chaos.fault import Fault, Phase
 
-# Far more than any promise: who waits for it has hung.
-GROUP_TIMEOUT = timedelta(seconds=300)
 EXPLAIN_AFTER = 0.3  # so that waits are explained here, too
 _EVALUATIONS = 5
 
@@ -42,12 +40,11 @@ class Script:
         self._fault, self._rank, self._reach = fault, rank, reach
         self._step = self._arrived = 0
 
-    def join(self, store: TCPStore) -> None:
+    def join(self, store: TCPStore, limit: float) -> None:
         os.environ["GRADSYNC_EXPLAIN_AFTER"] = str(EXPLAIN_AFTER)
         torch.set_num_threads(1)
-        dist.init_process_group(
-            "gloo", store=store, rank=self._rank, world_size=self._fault.ranks, timeout=GROUP_TIMEOUT
-        )
+        timeout = timedelta(seconds=limit)
+        dist.init_process_group("gloo", store=store, rank=self._rank, world_size=self._fault.ranks, timeout=timeout)
         dist.barrier()  # the promises begin when there is a group
 
     def train(self) -> str:
