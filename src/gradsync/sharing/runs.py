@@ -38,7 +38,6 @@ class Run:
         self.extent = extent_of(bucket, first, last, share)
         self._share = share
         self.values = flat
-        self.gradient = bucket.data[self.extent.start : self.extent.stop]
 
     @property
     def indices(self) -> list[int]:
@@ -61,7 +60,11 @@ class Run:
                 for gradient, view in zip(gradients, views, strict=True):
                     if gradient is not None and gradient is not view:  # the user's own
                         view.copy_(gradient)
-            self.values.grad = self.gradient
+            self.values.grad = self.bucket.data[self.extent.start : self.extent.stop]
+
+    def let_gradient_go(self) -> None:
+        """After a step: who refers to a bucket's memory seems to keep what is in it, and the next round copies that."""
+        self.values.grad = None
 
     def flatten(self, tensors: Sequence[Tensor]) -> Tensor:
         """This rank's share of tensors like the parameters, one for each of them, as one."""

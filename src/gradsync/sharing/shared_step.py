@@ -65,6 +65,8 @@ class Part:
     def end_step(self, inner: Optimizer) -> None:
         """They are whole again when this returns, on all ranks of the host."""
         self._spread()
+        for run in self.runs:
+            run.let_gradient_go()
         torch.autograd.graph.increment_version([p for p in self.parameters if p.grad is not None])
         self.whole.write_numbers(inner)
         said = self._meet_at_end(_NEWS if self.whole.has_news(inner) else 0)
