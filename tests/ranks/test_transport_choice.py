@@ -207,7 +207,10 @@ def unreachable() -> None:
 
 
 def failing(fault: Callable[[], None], faulty: int, wish: str) -> tuple[str, str, list[str], str]:
-    """Without connections of its own: the fault must meet the handshake, not gloo."""
+    """Without connections of its own and without a watch: the fault must meet the handshake, not gloo or a listener of
+    the watch, which turns ranks away for as long as it is short of descriptors (10 s), and does without them then.
+    """
+    os.environ["GRADSYNC_WATCH"] = "0"
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     dist.init_process_group("gloo")  # with a store behind a socket: one in a file would need descriptors
     group = dist.new_group([0, 1, 2])

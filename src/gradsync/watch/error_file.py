@@ -11,8 +11,8 @@ from pathlib import Path
 
 VARIABLE = "TORCHELASTIC_ERROR_FILE"
 # torchrun takes the earliest failure for the root cause, in whole seconds. A rank that only fell with another one has
-# seen that one's end before torchrun did.
-_LATER = 2
+# seen that one's end before torchrun did, and on a busy machine before that one has written its own file.
+_LATER = 5
 
 
 def write(error: BaseException, fell_with_others: bool) -> None:
