@@ -331,6 +331,26 @@ def test_groups_added_frozen_and_converted_parameters() -> None:
 
 
 @on_ranks(2)
+def test_another_wrapper_without_sharing_gets_private_parameters() -> None:
+    """Else the plain steps that it allows would count once for each rank."""
+    module, alone = build(), build()
+    first = gradsync.DistributedDataParallel(module, share_parameters=True)
+    shared = gradsync.share_optimizer(optim.SGD(module.parameters(), lr=0.1))
+    plain = gradsync.DistributedDataParallel(alone)
+    unshared = optim.SGD(alone.parameters(), lr=0.1)
+    train(first, shared, range(2))
+    train(plain, unshared, range(2))
+    second = gradsync.DistributedDataParallel(module)
+    assert not are_shared(module)
+    train(second, optim.SGD(module.parameters(), lr=0.1), range(2, 4))
+    train(plain, unshared, range(2, 4))
+    train(first, shared, range(4, 6))  # whose turn it is again
+    train(plain, unshared, range(4, 6))
+    for one, other in zip(module.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+@on_ranks(2)
 def test_frozen_parameters_lie_once_too() -> None:
     model = build()
     model[0].requires_grad_(False)

@@ -473,7 +473,7 @@ class TrainingStep:
 
     def disarm(self) -> None:
         """Leaves the module as if it had never been replicated."""
-        if (shared := self.reducer.config.shared) is not None and not self._superseded:
+        if (shared := self.reducer.config.shared) is not None:
             shared.give_back()
         self.managed.compute_parameters.to_registered()
         self._stop_listening()
