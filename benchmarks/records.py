@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import typer
 from rich.console import RenderableType
 from rich.table import Table
 
 from benchmarks import records_rank
+from benchmarks.pairs import Pair, PairBench, core_ratios, time_ratios
 from benchmarks.records_result import RecordsCost, RecordsResult
-from benchmarks.run import BenchRun
 from benchmarks.tables import make_table
 from gradsync.cli.display import count
-from gradsync.cli.launch import Ranks
 from gradsync.cli.style import JSON_HELP
-
-TRANSPORTS = ("shared_memory", "process_group")
 
 
 def records(
@@ -33,42 +29,22 @@ def records(
     raise typer.Exit(RecordsBench(ranks, repetitions, json).run())
 
 
-class RecordsBench(BenchRun):
-    def __init__(self, ranks: int, repetitions: int, json: Path) -> None:
-        super().__init__(json)
-        self.ranks = ranks
-        self.repetitions = repetitions
-        self._told: dict[str, dict[int, list[dict[str, Any]]]] = {}
+class RecordsBench(PairBench[RecordsCost]):
+    module = records_rank.MODULE
 
-    def measure(self) -> None:
-        for transport in TRANSPORTS:
-            told = self._told[transport] = {rank: [] for rank in range(self.ranks)}
-            job = records_rank.Job(transport=transport, repetitions=self.repetitions)
-            with (
-                self.progress.part(f"{transport}, {count(self.ranks, 'rank')}", self.repetitions),
-                Ranks(records_rank.MODULE, [job.to_json()], ranks=self.ranks) as started,
-            ):
-                for rank, record in started.reports():
-                    told[rank].append(record)
-                    if rank == 0:
-                        self.progress.step()
-                    self.keep()
+    def job(self, transport: str) -> str:
+        return records_rank.Job(transport=transport, repetitions=self.repetitions).to_json()
 
-    def so_far(self) -> RecordsResult | None:
-        costs = [self._cost(transport) for transport in self._told]
-        known = [cost for cost in costs if len(cost.ratios) > 1]
-        return RecordsResult(ranks=self.ranks, costs=known) if known else None
-
-    def _cost(self, transport: str) -> RecordsCost:
-        """From the pairs of steps that all ranks have told of. A step takes as long as on the slowest."""
-        pairs = list(zip(*self._told[transport].values(), strict=False))
-        slowest = [[max(one["times"][which] for one in pair) for which in (0, 1)] for pair in pairs]
+    def cost(self, transport: str, pairs: list[Pair]) -> RecordsCost:
         return RecordsCost(
             transport=transport,
-            ratios=[with_it / without for with_it, without in slowest],
-            core_ratios=[pair[0]["cores"][0] / pair[0]["cores"][1] for pair in pairs],
+            ratios=time_ratios(pairs),
+            core_ratios=core_ratios(pairs),
             microseconds=[one for pair in pairs for one in pair[0]["microseconds"]],
         )
+
+    def so_far(self) -> RecordsResult | None:
+        return RecordsResult(ranks=self.ranks, costs=costs) if (costs := self.costs()) else None
 
     def parts(self, result: RecordsResult) -> Iterable[RenderableType]:
         yield table(result)
