@@ -136,3 +136,42 @@ def test_changing_groups_by_torchs_name() -> None:
     module.zero_grad()
     backward(ddp)
     assert_gradients(module, mean_gradients(module, parts=range(3)))
+
+
+# --- ranks of weight 0 --------------------------------------------------------------------------------
+
+
+class Branches(nn.Module):
+    """Of which a step uses some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.parts = nn.ModuleList(nn.Linear(4, 3) for _ in range(3))
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor, *used: int) -> Tensor:
+        return self.scale * sum((self.parts[number](x) for number in used), torch.zeros(()))
+
+
+@FRONTS
+@on_ranks(2)
+def test_what_a_rank_of_weight_0_has_accumulated_alone_is_dropped(front: str) -> None:
+    """Also where it comes late to the other: in a second pass, which adds to what is there."""
+    replica = make(front, Branches())
+    first, x = dist.get_rank() == 0, torch.ones(2, 4)
+    used = [(0, 2), (0, 1)] if first else [(0,), (0,)]  # the second rank has never used the third part before
+    for step in used:
+        replica.zero_grad()
+        replica(x, *step).sum().backward()
+    replica.zero_grad()
+    with replica.no_sync():
+        replica(x, *((1, 2) if first else (0,))).sum().backward()
+    replica.set_round_weight(0 if first else 1)
+    replica(x, *(() if first else (0, 2))).sum().backward()
+    found = {name.removeprefix("module."): parameter.grad for name, parameter in replica.named_parameters()}
+    everywhere: list[Any] = [None, None]
+    dist.all_gather_object(everywhere, found)
+    torch.testing.assert_close(everywhere[0], everywhere[1], rtol=0, atol=0)
+    assert found["parts.1.weight"] is None
+    assert found["parts.2.weight"] is not None

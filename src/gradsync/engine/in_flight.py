@@ -101,7 +101,7 @@ def deliver(
         divide(bucket, bucket.data if result is None else result, scaling)
     if see_reduced is not None:
         see_reduced(bucket.data)
-    as_view = as_view and flight.saved is None
+    as_view, brought = as_view and flight.saved is None, used
     if all(used) and scaling.weight > 0:
         if as_view and result is None and not user_owned and not flight.second_order:  # the usual case
             for index, view in zip(bucket.indices, bucket.views, strict=True):
@@ -112,7 +112,9 @@ def deliver(
     mine = [holders[index] for index in bucket.indices]
     targets, sources, keepers = [], [], []
     for at, (holder, view, held, is_used) in enumerate(zip(mine, bucket.views, all_held, used, strict=True)):
-        if not is_used:  # nobody used it: as it was, and None stays None
+        if not is_used and brought[at]:  # by a rank of weight 0 only, which drops it
+            holder.grad = None
+        elif not is_used:  # nobody used it: as it was, and None stays None
             holder.grad = view.copy_(held) if at in unused and held is not None else held
         elif at in user_owned and held is not None:  # what the user has given has to hold the result
             targets.append(held.detach() if held.requires_grad else held)
