@@ -17,12 +17,13 @@ from gradsync.engine.engine import Engine
 from gradsync.engine.module_names import named_parameters
 from gradsync.engine.parameter_policy import ParameterPolicy
 from gradsync.engine.uneven import uneven as _uneven
-from gradsync.errors import NoProcessGroupError, NotReplicatedError, WrongTypeError
+from gradsync.errors import InvalidOptionError, NoProcessGroupError, NotReplicatedError, WrongTypeError
 from gradsync.groups import check_group
 from gradsync.hooks.comm_hook import Hook
-from gradsync.hooks.optimizer_overlap import make_stepper
+from gradsync.hooks.optimizer_overlap import make_optimizer, make_stepper
 from gradsync.observe.statistics import Statistics
 from gradsync.options import Options
+from gradsync.sharing.in_backward import SharesInBackward
 from gradsync.transport.choice import choose
 
 API = "replicate"
@@ -196,20 +197,43 @@ def _find_engine(module: nn.Module) -> Engine | None:
 
 
 def overlap_optimizer(
-    module: nn.Module, optimizer: Any, *, clip_value: float | None = None, free_gradients: bool = False
+    module: nn.Module,
+    optimizer: Any,
+    *,
+    clip_value: float | None = None,
+    max_norm: float | None = None,
+    free_gradients: bool | None = None,
 ) -> Optimizer:
     """Steps `optimizer` during backward: each bucket's parameters as soon as their gradients are reduced.
 
     `optimizer` is one, or a function that makes one of a list of parameters. Leave out your own `step()`;
-    learning-rate schedules, parameter groups, `no_sync` and accumulation work as ever. `clip_value` clips each
-    gradient by value before the step. `free_gradients` drops each gradient after it. Returns the optimizer.
+    learning-rate schedules, parameter groups, `no_sync` and accumulation work as ever. Returns the optimizer.
+
+    `clip_value` clips each gradient by value before the step. `max_norm` clips them all by their norm, which is in
+    `optimizer.gradient_norm` then; the steps have to wait for it, until the end of backward. `free_gradients` drops
+    each gradient after its step.
+
+    With `share_parameters=True` each rank steps its share of a bucket, and no gradients are delivered.
 
     Of torch's `ZeroRedundancyOptimizer` each rank steps its shard; the new values are exchanged at the end of backward.
     """
     engine = engine_of(module, "overlap_optimizer()")
-    stepper = make_stepper(optimizer, engine.reducer.parameters, clip_value, free_gradients)
-    engine.overlap_optimizer(stepper)
-    return stepper.optimizer
+    clip_value = None if clip_value is None else arguments.number("clip_value", clip_value)
+    max_norm = None if max_norm is None else arguments.number("max_norm", max_norm)
+    if max_norm is not None and not max_norm > 0:
+        raise InvalidOptionError(f"max_norm must be above 0, but is {max_norm}")
+    frees = None if free_gradients is None else arguments.flag("free_gradients", free_gradients)
+    made = make_optimizer(optimizer, engine.reducer.parameters)
+    if engine.shared is None:
+        engine.overlap_optimizer(make_stepper(made, clip_value, max_norm, bool(frees)))
+        return made
+    if frees is False:
+        raise InvalidOptionError(
+            "free_gradients=False does not go together with share_parameters=True: each rank has only its share of the "
+            "gradients, and lets it go. Leave it out, or use gradsync.share_optimizer(), which has all of them."
+        )
+    engine.overlap_shares(SharesInBackward(made, clip_value, max_norm))
+    return made
 
 
 @contextlib.contextmanager

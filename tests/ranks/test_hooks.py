@@ -204,6 +204,37 @@ def test_an_optimizer_in_backward(front: str, how: str) -> None:
         gradsync.overlap_optimizer(replica, torch.optim.SGD(module.parameters(), lr=1.0))
 
 
+class Grows(nn.Module):
+    """Of which each step uses one part more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.parts = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: Tensor, used: int) -> Tensor:
+        for part in self.parts[:used]:
+            x = part(x)
+        return x
+
+
+@FRONTS
+@on_ranks(2)
+def test_an_optimizer_in_backward_waits_for_what_comes_for_the_first_time(front: str) -> None:
+    module, plain = Grows(), Grows()
+    replica = make(front, module)
+    gradsync.overlap_optimizer(replica, torch.optim.SGD(module.parameters(), lr=0.1), free_gradients=True)
+    expected = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(4):
+        for part in range(2):
+            (plain(batch(part, step), 1 + step).square().mean() / 2).backward()
+        replica(batch(dist.get_rank(), step), 1 + step).square().mean().backward()
+        expected.step()
+        expected.zero_grad()
+        for found, wanted in zip(module.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(found, wanted)
+
+
 @FRONTS
 @pytest.mark.parametrize("after", [False, True])
 @on_ranks(2)

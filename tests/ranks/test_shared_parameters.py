@@ -440,8 +440,6 @@ def test_a_plain_optimizer_is_refused_before_it_counts_twice() -> None:
         plain.step()
     torch.testing.assert_close(list(model.parameters()), before, rtol=0, atol=0)
     gradsync.share_optimizer(plain).step()
-    with pytest.raises(InvalidOptionError, match=r"overlap_optimizer\(\) does not go together"):
-        gradsync.overlap_optimizer(model, plain)
 
 
 # --- faults ------------------------------------------------------------------------------------------------------

@@ -37,6 +37,9 @@ LARGE = 256 * 1024
 class Bucket:
     """The memory of one planned bucket. It knows nothing of rounds."""
 
+    delivers = True
+    """Whether gradients may lie in it between rounds."""
+
     def __init__(self, plan: BucketPlan, specs: Sequence[Spec], buffer: Tensor) -> None:
         self.plan = plan
         self.buffer = buffer
@@ -160,6 +163,24 @@ class Bucket:
     def result(self, work: Work) -> Tensor | None:
         """After the work: where the sum is, if it is not in the bucket."""
         return None
+
+    def is_free(self, transport: Transport) -> bool:
+        """Whether it may be filled. Others have memory of their own, which is free between rounds."""
+        return True
+
+    def await_free(self, transport: Transport) -> None:
+        """Until it is."""
+
+    def reduced(self, work: Work) -> None:
+        """The work is over. What the ranks have said is in the tail."""
+
+    def share(self, work: Work, start: int, stop: int) -> Tensor:
+        """After the work: these elements of the sum, which are this rank's share."""
+        result = self.result(work)
+        return (self.data if result is None else result.view(-1))[start:stop]
+
+    def release(self, work: Work) -> None:
+        """This rank has no use for the sum any more."""
 
     def split_unused(self, gradients: Sequence[Tensor | None], used: Sequence[bool], scaling: Scaling) -> None:
         """Divides what all ranks have in common by their number: N ranks bring it. See `TrainingStep`."""

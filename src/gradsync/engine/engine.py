@@ -37,7 +37,7 @@ from gradsync.errors import (
 from gradsync.guard import replicas
 from gradsync.guard.start import Beginnings, check_layers, check_module, check_same_model, check_same_values
 from gradsync.hooks.comm_hook import Hook, check_hook, name_of
-from gradsync.hooks.optimizer_overlap import Stepper
+from gradsync.hooks.optimizer_overlap import ShareStepper, Stepper
 from gradsync.hooks.quantization import stand_in
 from gradsync.observe.statistics import Statistics
 from gradsync.observe.wait_recorder import WaitRecorder
@@ -193,6 +193,11 @@ class Engine(TrainingStep):
     def register_comm_hook(self, state: object, hook: Hook, known_as: str = "") -> None:
         """`known_as`: torch's name for one that is built in."""
         check_hook(hook)
+        if self.reducer.config.share_stepper is not None:
+            raise InvalidOptionError(
+                f"rank {self.transport.rank}: a communication hook does not go together with overlap_optimizer() and "
+                "share_parameters=True: it reduces whole buckets, while each rank gets its share."
+            )
         if self._settings.is_set("communication hook"):
             raise HookError("register_comm_hook or register_builtin_comm_hook can only be called once.")
         self.reducer.reduce_by(stand_in(hook), state)
@@ -222,14 +227,26 @@ class Engine(TrainingStep):
         self._settings.take(self.options)
 
     def overlap_optimizer(self, stepper: Stepper) -> None:
-        if self.shared is not None:
-            raise InvalidOptionError(
-                "overlap_optimizer() does not go together with share_parameters=True yet: use share_optimizer()."
-            )
-        if self.reducer.config.stepper is not None:
-            raise HookError("an optimizer steps in this module's backward already; there can be one")
+        self._check_no_stepper()
         self.reducer.configure(stepper=stepper)
         self._settings.set_by_hand("optimizer in backward", type(stepper).__name__)
+
+    def overlap_shares(self, stepper: ShareStepper) -> None:
+        """The same for parameters that lie once a host."""
+        self._check_no_stepper()
+        if self.reducer.hooked:
+            raise InvalidOptionError(
+                f"rank {self.transport.rank}: overlap_optimizer() with share_parameters=True does not go together with "
+                "a communication hook, which reduces whole buckets, while each rank gets its share. Leave one of them "
+                "out, or use gradsync.share_optimizer()."
+            )
+        self.reducer.step_shares_by(stepper)
+        self._listen()
+        self._settings.set_by_hand("optimizer in backward", type(stepper).__name__)
+
+    def _check_no_stepper(self) -> None:
+        if self.reducer.config.steps_in_backward:
+            raise HookError("an optimizer steps in this module's backward already; there can be one")
 
     def know_sparse_rows(self, rows: Mapping[str, Tensor]) -> None:
         """Which rows of sparse gradients any rank will use, by the parameters' names."""

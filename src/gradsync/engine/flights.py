@@ -109,7 +109,9 @@ class Flights:
         while most != 0 and (number := len(self.launched)) < len(buckets):
             label = identity.label(kind, number)
             bucket = buckets[number]
-            if any(self._group.holders[index].grad is not None for index in bucket.indices):
+            if not bucket.is_free(transport):
+                self.await_all()
+            if bucket.delivers and any(self._group.holders[index].grad is not None for index in bucket.indices):
                 self._overwritten[number] = bucket.data.clone()
             if self._hook is not None:
                 bucket.buffer.zero_()
@@ -186,6 +188,10 @@ class Flights:
         """The next one to deliver, if it is back; it counts as delivered from now on."""
         if self._delivered == len(self.launched) or not self.launched[self._delivered].work.done():
             return None
+        return self.take_next()
+
+    def take_next(self) -> InFlight:
+        """The next one to deliver, back or not; it counts as delivered from now on."""
         self._delivered += 1
         return self.launched[self._delivered - 1]
 
@@ -202,15 +208,19 @@ class Flights:
         try:
             with ranged("wait", flight.number):
                 flight.work.wait()
+            if flight.is_sent:
+                flight.bucket.reduced(flight.work)
             self._lockstep.enter("at the end of backward")
         except (ReplicaLostError, RoundTimeoutError) as error:
             raise type(error)(f"{error} {self._where(flight)}", error.ranks) from None
 
     def await_all(self, ignore_hook: bool = False) -> None:
-        """`ignore_hook`: whatever a communication hook has to say."""
+        """Of what was not delivered, nobody wants the result. `ignore_hook`: whatever a communication hook says."""
         for flight in self.launched:
             try:
                 self.wait_for(flight)
+                if flight.is_sent:
+                    flight.bucket.release(flight.work)
             except (ReplicaLostError, RoundTimeoutError):
                 raise
             except Exception:

@@ -19,6 +19,7 @@ from gradsync.engine.managed_parameters import Managed
 from gradsync.engine.ownership import Gradients
 from gradsync.engine.plan import BucketPlan, Plan, Spec, delay, make_plan
 from gradsync.engine.row_bucket import RowBucket, may_travel, touched_rows
+from gradsync.engine.share_bucket import ShareBucket
 from gradsync.errors import UnfinishedRoundError
 from gradsync.events import NO_LAYOUT, Layout, PlannedBucket
 from gradsync.options import Options
@@ -55,7 +56,7 @@ class ParameterGroup:
         """How often each parameter arrived in the round in which it did so most often."""
         self.as_expected = False
         """Whether in the latest round each parameter arrived as often as it ever did."""
-        self._missing: list[int] = []
+        self._missing: dict[bool, list[int]] = {}  # see `count_expected`
 
         self.plan: Plan | None = None
         """None before the first round has ended."""
@@ -141,24 +142,29 @@ class ParameterGroup:
     # --- what rounds teach -----------------------------------------------------------------------
 
     def make_plan(
-        self, order: Sequence[int], gradients: Sequence[Tensor | None], options: Options, by_rows: bool
+        self,
+        order: Sequence[int],
+        gradients: Sequence[Tensor | None],
+        options: Options,
+        by_rows: bool,
+        by_shares: bool = False,
     ) -> None:
         """At the end of the first round, by rank 0's order of arrival and what came; all ranks together.
 
-        `by_rows`: single rows of large tables may travel.
+        `by_rows`: single rows of large tables may travel; `by_shares`: each rank gets only its share of the sums.
         """
         plan = self.plan = plan_of_first_rank(self.specs, order, gradients, self.transport, options, by_rows)
         flags = ROUND_FLAGS + len(plan.sparse)
         if options.skip_all_reduce_unused_params:
             flags += len(plan.buckets) - 1
-        self.buckets = make_buckets(plan.buckets, self.specs, self.transport, flags)
+        self.buckets = make_buckets(plan.buckets, self.specs, self.transport, flags, by_shares)
         self.layout = self._describe(plan)
         for number, planned in enumerate(plan.buckets):
             for place in planned.places:
                 index = place.index
                 self.bucket_of[index] = number
                 self.gradients.place(index, self.buckets[number])
-                is_large = self.specs[index].nbytes >= LARGE and not planned.by_rows
+                is_large = self.specs[index].nbytes >= LARGE and not planned.by_rows and not by_shares
                 if is_large and self.as_view and self.holders[index] is self.leaves[index]:
                     self.large.add(index)
 
@@ -176,13 +182,18 @@ class ParameterGroup:
         )
         return Layout(tuple(spec.name for spec in self.specs), buckets, plan.sparse, self.as_view)
 
-    def count_expected(self) -> list[int]:
-        """For each bucket how many parameters are expected; one more number at the end for those without a bucket."""
-        if len(self._missing) != len(self.buckets) + 1:
-            self._missing = [0] * (len(self.buckets) + 1)
+    def count_expected(self, and_new_ones: bool) -> list[int]:
+        """For each bucket how many parameters are expected; one more number at the end for those without a bucket.
+
+        `and_new_ones`: with those that have never come. A bucket that must not leave before one that comes for the
+        first time waits for them, until the end of backward.
+        """
+        found = self._missing.get(and_new_ones, [])
+        if len(found) != len(self.buckets) + 1:
+            found = self._missing[and_new_ones] = [0] * (len(self.buckets) + 1)
             for number, expected in zip(self.bucket_of, self.expected, strict=True):
-                self._missing[number] += expected > 0
-        return self._missing.copy()
+                found[number] += and_new_ones or expected > 0
+        return found.copy()
 
     def learn(self, counts: list[int]) -> None:
         """A round has carried every gradient; each parameter came so often, and is expected to do so again."""
@@ -191,7 +202,7 @@ class ParameterGroup:
         self.as_expected = counts == self.expected
         if not self.as_expected:
             self.expected = list(map(max, self.expected, counts))
-            self._missing = []
+            self._missing.clear()
 
     def leave_out(self, idle: frozenset[int]) -> None:
         """Buckets that need not travel in the next round, unless somebody fills them."""
@@ -283,17 +294,21 @@ def _of_first_rank(
 
 
 def make_buckets(
-    plans: Sequence[BucketPlan], specs: Sequence[Spec], transport: Transport, extra: int = 0
+    plans: Sequence[BucketPlan],
+    specs: Sequence[Spec],
+    transport: Transport,
+    extra: int = 0,
+    by_shares: bool = False,
 ) -> list[Bucket]:
-    """The buckets of a plan, of either kind; the last one with `extra` elements more in its tail."""
+    """The buckets of a plan, of each kind; the last one with `extra` elements more in its tail."""
     tails = [len(plan.places) + 1 for plan in plans]
     tails[-1] += extra
     requests = [
         Request(plan.numel + tail, plan.dtype, plan.device, reserve=not plan.by_rows)
         for plan, tail in zip(plans, tails, strict=True)
     ]
-    buffers = transport.allocate(requests)
+    buffers = transport.allocate_reused(requests) if by_shares else transport.allocate(requests)
+    usual = ShareBucket if by_shares else Bucket
     return [
-        (RowBucket if plan.by_rows else Bucket)(plan, specs, buffer)
-        for plan, buffer in zip(plans, buffers, strict=True)
+        (RowBucket if plan.by_rows else usual)(plan, specs, buffer) for plan, buffer in zip(plans, buffers, strict=True)
     ]

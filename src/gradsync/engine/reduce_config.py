@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradsync.engine.sparse_rows import KnownRows
 from gradsync.hooks.comm_hook import Hook
-from gradsync.hooks.optimizer_overlap import Stepper
+from gradsync.hooks.optimizer_overlap import ShareStepper, Stepper
 from gradsync.options import Options
 
 if TYPE_CHECKING:
@@ -88,10 +88,16 @@ class ReduceConfig:
     """Sees each bucket's reduced gradients before they are delivered."""
     stepper: Stepper | None = None
     """Steps an optimizer for the parameters of each bucket as soon as it is delivered."""
+    share_stepper: ShareStepper | None = None
+    """The same for an optimizer of which each rank steps its share; then there are no gradients to deliver."""
     shared: SharedParameters | None = None
     """Where parameters lie that the ranks of a host have once."""
     known_rows: Mapping[str, KnownRows] | None = None
     """Of parameters with sparse gradients: the rows that any rank will use."""
+
+    @property
+    def steps_in_backward(self) -> bool:
+        return self.stepper is not None or self.share_stepper is not None
 
     @property
     def strict(self) -> bool:

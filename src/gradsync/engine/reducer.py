@@ -25,7 +25,7 @@ from gradsync.errors import ForkedError, InvalidOptionError, UnfinishedRoundErro
 from gradsync.events import RoundClosed
 from gradsync.guard.replicas import Comparison
 from gradsync.hooks.comm_hook import Hook
-from gradsync.hooks.optimizer_overlap import TorchsInBackward
+from gradsync.hooks.optimizer_overlap import ShareStepper, TorchsInBackward
 from gradsync.options import Options
 from gradsync.transport.base import Transport
 
@@ -320,9 +320,19 @@ class Reducer:
 
         self._change(change)
 
+    def step_shares_by(self, stepper: ShareStepper) -> None:
+        """From the next round on it steps shares as soon as they are reduced."""
+
+        def change() -> None:
+            self.configure(share_stepper=stepper)
+            if self.group.plan is not None:
+                self.replace(self.group.managed)  # with buckets of another kind
+
+        self._change(change)
+
     def take_over_optimizers(self) -> None:
         """Optimizers in backward that torch has put on the parameters."""
-        if self.config.stepper is None and (found := TorchsInBackward.found_on(self.parameters)) is not None:
+        if not self.config.steps_in_backward and (found := TorchsInBackward.found_on(self.parameters)) is not None:
             if self.config.shared is not None:
                 raise InvalidOptionError(
                     f"rank {self.rank}: optimizers in backward do not go together with share_parameters=True: "

@@ -13,9 +13,10 @@ One outermost backward with synchronization on is one round, and what belongs to
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from enum import Enum, auto
 
@@ -25,7 +26,7 @@ from torch import Tensor
 from gradsync import _torch
 from gradsync.engine.bucket import Bucket
 from gradsync.engine.flights import Flights
-from gradsync.engine.in_flight import InFlight, Taken, deliver, take_gradients, total_weight
+from gradsync.engine.in_flight import InFlight, Taken, deliver, divide, take_gradients, total_weight
 from gradsync.engine.late_gradients import carry_late
 from gradsync.engine.lockstep import IDENTITY, SAME_BUCKET, Kind, Lockstep
 from gradsync.engine.managed_parameters import HasGrad
@@ -37,12 +38,15 @@ from gradsync.errors import (
     HookError,
     NonFiniteGradientError,
     ReplicaDivergedError,
+    ReplicaLostError,
+    RoundTimeoutError,
     UnfinishedRoundError,
 )
 from gradsync.events import RoundClosed, RoundRecord
 from gradsync.guard import nonfinite, strict, unsynchronized
 from gradsync.guard.nonfinite import NonFiniteCheck
 from gradsync.guard.replicas import Comparison
+from gradsync.hooks.optimizer_overlap import ShareStepper
 from gradsync.observe.ranges import ranged
 
 
@@ -100,7 +104,7 @@ class Round:
         self.counts = [0] * len(group.parameters)
         """How often each parameter has arrived."""
         self.order: list[int] = []
-        self._missing = group.count_expected()
+        self._missing = group.count_expected(and_new_ones=config.steps_in_backward)
         """For each bucket how many parameters have yet to arrive."""
         self._waiting = False  # a complete bucket could not leave at once; the next arrival looks again
         self._progress: Callable[[], None] | None = None  # of the transport, while something is under way
@@ -108,7 +112,7 @@ class Round:
         self._late_gradients: dict[int, Tensor] = {}
 
         self._failed: Exception | None = None  # of an optimizer in backward
-        self._record = RoundRecord(config.comm_hook is not None, config.stepper is not None)
+        self._record = RoundRecord(config.comm_hook is not None, config.steps_in_backward)
         self._finite = None if config.options.on_nonfinite == "ignore" else NonFiniteCheck()
         self.nonfinite: NonFiniteGradientError | None = None
         """To be raised when all is over: it is the same on all ranks."""
@@ -156,7 +160,7 @@ class Round:
         number = group.bucket_of[index]
         if not 0 <= number < self.flights.count or number in group.idle:
             return
-        if self._config.stepper is not None:
+        if self._config.steps_in_backward:
             raise UnfinishedRoundError(
                 f"rank {group.transport.rank}: '{group.name(index)}' received one more gradient after its optimizer "
                 "had stepped. A graph that brings a parameter more often now and then (reentrant checkpointing) can't "
@@ -169,7 +173,12 @@ class Round:
         group, last = self._group, len(self._group.buckets) - 1
         self._waiting = False
         self.flights.pass_idle()
+        if self._config.steps_in_backward:
+            self._deliver_reduced()  # which may make room for what is to leave
         while (number := self.flights.count) < last and self._missing[number] == 0:
+            if not group.buckets[number].is_free(group.transport):
+                self._waiting = True
+                return
             # A user's hook that runs after ours on this parameter wants to see its `.grad`; launching takes it away,
             # so wait for the next arrival.
             if group.bucket_of[arrived] == number and _torch.other_hooks_follow(group.leaves[arrived]):
@@ -177,7 +186,7 @@ class Round:
                 return
             self._launch(number, overlaps=arrived not in group.at_once)
             self.flights.pass_idle()
-        if self._config.stepper is not None:
+        if self._config.steps_in_backward:
             self._deliver_reduced()
 
     @torch.no_grad()
@@ -199,7 +208,11 @@ class Round:
         # A gradient that the view replaces is let go at once: memory for one set is enough. So is one of weight 0: if
         # no other rank has one, `.grad` becomes None.
         taken = take_gradients(
-            bucket, self._holders, self._dirty, self._user_owned, group.as_view or not scaling.weight
+            bucket,
+            self._holders,
+            self._dirty,
+            self._user_owned,
+            group.as_view or not scaling.weight or not bucket.delivers,
         )
         for index, gradient in zip(bucket.indices, taken.gradients, strict=True) if self._finite else ():
             self._check_brought(index, gradient)
@@ -209,6 +222,8 @@ class Round:
         try:
             see_all = config.see_reduced is not None
             self.flights.send(number, taken, scaling, label, second_order=self._second_order, see_all=see_all)
+            if config.share_stepper is not None:
+                config.share_stepper.bucket_left([group.parameters[index] for index in bucket.indices])
         except BaseException:
             self._give_back(bucket, taken)
             raise
@@ -233,12 +248,16 @@ class Round:
     def _deliver_reduced(self) -> None:
         """With an optimizer in backward, what has been reduced is delivered at once."""
         while (flight := self.flights.take_reduced()) is not None:
-            if flight.is_sent:
-                self._await(flight)
-                try:
-                    self._deliver(flight)
-                except Exception as error:  # of the optimizer: the other ranks know nothing of it, and go on
-                    self._failed = self._failed or error
+            self._deliver_now(flight)
+
+    def _deliver_now(self, flight: InFlight) -> None:
+        if not flight.is_sent:
+            return
+        self._await(flight)
+        try:
+            self._deliver(flight)
+        except Exception as error:  # of the optimizer: the other ranks know nothing of it, and go on
+            self._failed = self._failed or error
 
     # --- the end of backward ---------------------------------------------------------------------
 
@@ -267,6 +286,7 @@ class Round:
         last = len(group.buckets) - 1
         self.flights.pass_idle()
         while (number := self.flights.count) < last:
+            self._make_room(number)
             self._launch(number)
             self.flights.pass_idle()
         incomplete = self._config.strict and not self.identity.follows and bool(self._unused())
@@ -276,8 +296,18 @@ class Round:
         flags += [self._brings(index) for index in group.plan.sparse]
         if self._config.options.skip_all_reduce_unused_params:
             flags += [any(map(self._brings, bucket.indices)) for bucket in group.buckets[:last]]
+        self._make_room(last)
         self._launch(last, flags)
         self.phase = Phase.LAUNCHED
+
+    def _make_room(self, number: int) -> None:
+        """Until a bucket may be filled: if it takes turns with others in the same memory, those are stepped first."""
+        group = self._group
+        bucket = group.buckets[number]
+        while not bucket.is_free(group.transport) and self.flights.undelivered:
+            self._deliver_now(self.flights.take_next())
+        with self._telling_torn():
+            bucket.await_free(group.transport)
 
     def _make_plan(self, others: Sequence[Lockstep]) -> None:
         """The ranks compare what they have, and take rank 0's order of arrival for everybody's."""
@@ -286,9 +316,12 @@ class Round:
         weights = lockstep.compare_start(self.identity, weight, self._opened_as, others, group.transport)
         self.identity = self.identity._replace(module=lockstep.serial)
         by_rows = self._config.comm_hook is None  # a hook wants to see the whole
-        group.make_plan(self.order, [holder.grad for holder in self._holders], self._config.options, by_rows)
+        stepper, gradients = self._config.share_stepper, [holder.grad for holder in self._holders]
+        group.make_plan(self.order, gradients, self._config.options, by_rows, by_shares=stepper is not None)
         if self._config.shared is not None:
             self._config.shared.place(group)
+        if stepper is not None:
+            stepper.planned()
         self.scaling = self.scaling.in_units_of(weights)
 
     def _take_late(self, index: int) -> Tensor:
@@ -313,7 +346,8 @@ class Round:
         """
         began, last = time.perf_counter(), self.flights.launched[-1]
         try:
-            self.flights.wait_for(last)
+            with self._telling_torn():
+                self.flights.wait_for(last)
         except HookError as error:  # told again by whoever awaits all of them
             if error.timed_out:
                 raise
@@ -368,6 +402,9 @@ class Round:
 
     def _hand_out(self, flight: InFlight) -> None:
         group = self._group
+        if self._config.share_stepper is not None:
+            self._step_share(flight, self._config.share_stepper)
+            return
         used = deliver(flight, self._holders, self.scaling, group.as_view, self._config.see_reduced)
         group.gradients.delivered(flight, used, self._earlier)
         for index in flight.bucket.indices if self._finite else ():
@@ -378,11 +415,43 @@ class Round:
             with unsynchronized.trusted():
                 self._config.stepper([group.parameters[index] for index in indices])
 
+    @contextlib.contextmanager
+    def _telling_torn(self) -> Iterator[None]:
+        """If a rank is lost inside, says what that means for parameters of which some were stepped."""
+        try:
+            yield
+        except (ReplicaLostError, RoundTimeoutError) as error:
+            if (stepper := self._config.share_stepper) is None or not (torn := stepper.torn()):
+                raise
+            raise type(error)(f"{error} {torn}", error.ranks) from None
+
+    def _step_share(self, flight: InFlight, stepper: ShareStepper) -> None:
+        """Of the parameters of a reduced bucket, which get no gradients."""
+        group, bucket, shared = self._group, flight.bucket, self._config.shared
+        assert shared is not None
+        start, stop = shared.share_of(group, flight.number)
+        share = bucket.share(flight.work, start, stop)
+        divide(bucket, share, self.scaling)
+        for index, place in zip(bucket.indices, bucket.plan.places, strict=True) if self._finite else ():
+            mine = share[max(place.offset - start, 0) : max(place.offset + place.numel - start, 0)]
+            assert self._finite is not None
+            self._finite.reduced.add(group.name(index), mine)
+        used = bucket.read_usage()
+        for index, held, is_used in zip(bucket.indices, flight.taken.held, used, strict=True):
+            self._holders[index].grad = None if is_used else held
+        try:
+            group.mark_clean(bucket.indices)
+            with unsynchronized.trusted():
+                stepper.step_share(flight.number, used, share)
+        finally:
+            bucket.release(flight.work)
+
     def _await(self, flight: InFlight) -> None:
         """Returns when it is reduced; raises if it was none of this round."""
         self._notice_reduced()
         began = time.perf_counter()
-        self.flights.wait_for(flight)
+        with self._telling_torn():
+            self.flights.wait_for(flight)
         self._record.bucket_reduced(flight.number, began)
         if flight.bucket.plan.device.type == "cpu":  # elsewhere asking would make it wait
             self._judge(flight.work.differing())
@@ -487,7 +556,8 @@ class Round:
 
     def _find_nonfinite(self, check: NonFiniteCheck) -> None:
         group = self._group
-        found = check.find(self.identity.number, group.transport, alike=self._config.comm_hook is None)
+        alike = self._config.comm_hook is None and self._config.share_stepper is None
+        found = check.find(self.identity.number, group.transport, alike)
         if found is not None and self._config.options.on_nonfinite == "warn":
             nonfinite.warn(found, group.transport.rank)
         elif found is not None:
@@ -570,6 +640,8 @@ class Round:
                 elif used[at]:
                     self._group.lose(index)
         self.flights.restore_memory()
+        if self._config.share_stepper is not None:
+            self._config.share_stepper.round_dropped()
 
 
 @torch.no_grad()

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from gradsync.engine.managed_parameters import ManagedParameters
 from gradsync.engine.parameter_group import ParameterGroup
 from gradsync.engine.plan import gradient_stride
-from gradsync.errors import InvalidOptionError, ParametersChangedError
+from gradsync.errors import InvalidOptionError, ParametersChangedError, UnfinishedRoundError
 from gradsync.guard import replicas
 from gradsync.transport.base import SharedOnce, Transport
 from gradsync.transport.shares import LINE, bounds, round_up
@@ -60,6 +60,7 @@ class SharedParameters:
         self._addresses: list[int] = []
         self._versions: list[int] = []
         self._bases: list[int] = []  # of each bucket, in bytes
+        self._is_torn = ""
 
     # --- where they lie --------------------------------------------------------------------------
 
@@ -125,10 +126,17 @@ class SharedParameters:
 
     def accept(self) -> None:
         """What is in the parameters now was written by those who may."""
+        self._is_torn = ""
         self._versions = list(map(_version, self._parameters))
+
+    def tear(self, why: str) -> None:
+        """A round came to nothing after shares may have been stepped; says so in the next `check`, until `accept`."""
+        self._is_torn = why
 
     def check(self, rank: int) -> None:
         """Raises if somebody has written to parameters since."""
+        if self._is_torn:
+            raise UnfinishedRoundError(self._is_torn)
         if not self.is_common:
             return
         if list(map(_version, self._parameters)) == self._versions:

@@ -379,8 +379,11 @@ class TrainingStep:
         try:
             failed = self.reducer.deliver_round()
             try:
-                if (stepper := self.reducer.config.stepper) is not None:
-                    stepper.round_closed(self.transport)
+                config = self.reducer.config
+                if config.stepper is not None:
+                    config.stepper.round_closed(self.transport)
+                if config.share_stepper is not None:
+                    config.share_stepper.round_closed(self.transport, failed is not None)
                 with ranged("buffers"):
                     self.buffers.round_closed()
                 if self.joining is not None:

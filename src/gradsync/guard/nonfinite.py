@@ -45,9 +45,14 @@ class NonFiniteCheck:
         self.reduced = _Checked()
 
     def find(self, number: int, transport: Transport, alike: bool) -> NonFiniteGradientError | None:
-        """All ranks together. `alike`: all have the same reduced gradients; a communication hook may do otherwise."""
+        """All ranks together. `alike`: all have the same reduced gradients; with a communication hook, or where each
+        has its share of them, they may differ.
+        """
         reduced = self.reduced.failed()
-        if not (reduced if alike else any(row[0] for row in transport.gather([len(reduced)]))):
+        if not alike:
+            of_all = [text.split("\n") for text in transport.gather_text("\n".join(reduced))]
+            reduced = list(dict.fromkeys(name for names in of_all for name in names if name))
+        if not reduced:
             return None
         brought = [text.split("\n") for text in transport.gather_text("\n".join(self.brought.failed()))]
         sources = {name: [rank for rank, names in enumerate(brought) if name in names] for name in reduced}

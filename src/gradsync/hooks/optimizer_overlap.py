@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from gradsync import _torch, arguments
 from gradsync.errors import HookError
+from gradsync.guard import unsynchronized
 
 
 class Stepper(Protocol):
@@ -24,6 +25,31 @@ class Stepper(Protocol):
         """Called at the end of each round, on all ranks alike: it may communicate."""
 
 
+class ShareStepper(Protocol):
+    """Steps this rank's share of parameters that lie once a host, during backward."""
+
+    def planned(self) -> None:
+        """The round under way has made a plan, and has moved the parameters as it says. All ranks together."""
+
+    def bucket_left(self, parameters: Sequence[nn.Parameter]) -> None:
+        """This rank has no use for these any more in this backward: from now on other ranks may step them."""
+
+    def step_share(self, bucket: int, used: Sequence[bool], gradient: Tensor) -> None:
+        """The share of a bucket: its gradients, and which of its parameters any rank has used."""
+
+    def round_closed(self, exchange: Exchange, failed: bool) -> None:
+        """All shares of a round were given. Returns when all ranks of the host have stepped theirs.
+
+        `failed`: not on this rank.
+        """
+
+    def torn(self) -> str:
+        """What is to be said if a rank is lost now, or a backward raises; nothing if the parameters are whole."""
+
+    def round_dropped(self) -> None:
+        """The round under way comes to nothing."""
+
+
 class StepInBackward:
     """Steps one optimizer bucket by bucket.
 
@@ -31,14 +57,23 @@ class StepInBackward:
     the optimizer's own: schedules and checkpoints work as ever.
     """
 
-    def __init__(self, optimizer: Optimizer, clip_value: float | None, free_gradients: bool) -> None:
+    def __init__(
+        self, optimizer: Optimizer, clip_value: float | None, max_norm: float | None, free_gradients: bool
+    ) -> None:
         self.optimizer = optimizer
-        self.clip_value = clip_value
+        self.clip_value, self.max_norm = clip_value, max_norm
         self.free_gradients = free_gradients
         self._stepping = False
-        optimizer.register_step_pre_hook(self._refuse_other_steps)
+        self._delivered: list[nn.Parameter] = []  # and to be stepped when the norm of all is known
+        refuse_other_steps(optimizer, lambda: not self._stepping)
 
     def __call__(self, parameters: Sequence[nn.Parameter]) -> None:
+        if self.max_norm is None:
+            self._step(parameters)
+        else:
+            self._delivered += parameters
+
+    def _step(self, parameters: Sequence[nn.Parameter]) -> None:
         wanted = {id(parameter) for parameter in parameters}
         groups = [{**group, "params": [p for p in group["params"] if id(p) in wanted]} for group in self._groups()]
         groups = [group for group in groups if group["params"]]
@@ -68,14 +103,36 @@ class StepInBackward:
         return copy.copy(self.optimizer)
 
     def round_closed(self, exchange: Exchange) -> None:
-        """Nothing is left to do."""
+        """Steps what had to wait for the norm of all gradients."""
+        if self.max_norm is not None:
+            delivered, self._delivered = self._delivered, []
+            gradients = [parameter.grad for parameter in delivered if parameter.grad is not None]
+            norm = float(nn.utils.get_total_norm(gradients)) if gradients else 0.0
+            factor = clipping_factor(self.optimizer, norm, self.max_norm)
+            with torch.no_grad(), unsynchronized.trusted():
+                if gradients and factor != 1:
+                    torch._foreach_mul_(gradients, factor)
+                self._step(delivered)
 
-    def _refuse_other_steps(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        if not self._stepping:
+
+def refuse_other_steps(optimizer: Optimizer, are_other: Callable[[], bool] = lambda: True) -> None:
+    """From now on `step()` of the user's own raises."""
+
+    def refuse(optimizer: Optimizer, args: object, kwargs: object) -> None:
+        if are_other():
             raise HookError(
                 f"this {type(optimizer).__name__} steps by itself during backward, since gradsync.overlap_optimizer(): "
                 "a step() of your own would be a second one. Leave it out; learning-rate schedules go on as before."
             )
+
+    optimizer.register_step_pre_hook(refuse)
+
+
+def clipping_factor(optimizer: Optimizer, norm: float, max_norm: float) -> float:
+    """By which gradients of that norm are multiplied, as torch's `clip_grad_norm_` does; the user may read the norm."""
+    optimizer.gradient_norm = norm  # type: ignore[attr-defined]
+    factor = max_norm / (norm + 1e-6)
+    return factor if factor < 1 or factor != factor else 1.0
 
 
 class Exchange(Protocol):
@@ -94,8 +151,8 @@ class ShardedStepInBackward(StepInBackward):
     Their new values reach the other ranks at the end of the round, when all have stepped.
     """
 
-    def __init__(self, optimizer: Any, clip_value: float | None, free_gradients: bool) -> None:
-        super().__init__(optimizer, clip_value, free_gradients)
+    def __init__(self, optimizer: Any, clip_value: float | None, max_norm: float | None, free_gradients: bool) -> None:
+        super().__init__(optimizer, clip_value, max_norm, free_gradients)
         if optimizer.__dict__.get("optim") is None:
             raise HookError(
                 "this ZeroRedundancyOptimizer was made with overlap_with_ddp=True, for torch's own hooks. Make it "
@@ -104,9 +161,9 @@ class ShardedStepInBackward(StepInBackward):
         self._stepped: list[nn.Parameter] = []
         self._owners: dict[int, int] = {}
 
-    def __call__(self, parameters: Sequence[nn.Parameter]) -> None:
+    def _step(self, parameters: Sequence[nn.Parameter]) -> None:
         self._stepped += parameters
-        super().__call__(parameters)
+        super()._step(parameters)
         if self.free_gradients:  # also of the parameters that other ranks step
             for parameter in parameters:
                 parameter.grad = None
@@ -123,6 +180,7 @@ class ShardedStepInBackward(StepInBackward):
 
     def round_closed(self, exchange: Exchange) -> None:
         """Brings the parameters that were stepped to all ranks."""
+        super().round_closed(exchange)
         if not self._owners:
             self._find_owners(exchange)
         by_owner: dict[int, list[Tensor]] = {}
@@ -166,14 +224,18 @@ class TorchsInBackward:
         return TorchsInBackward()
 
 
-def make_stepper(
-    optimizer: Any, parameters: Iterable[nn.Parameter], clip_value: float | None, free_gradients: bool
-) -> StepInBackward:
+def make_optimizer(optimizer: Any, parameters: Iterable[nn.Parameter]) -> Optimizer:
     """From an optimizer, or from a function that makes one of the parameters."""
-    clip_value = None if clip_value is None else arguments.number("clip_value", clip_value)
-    free_gradients = arguments.flag("free_gradients", free_gradients)
     made = optimizer(list(parameters)) if callable(optimizer) and not isinstance(optimizer, Optimizer) else optimizer
     cure = "overlap_optimizer() takes one, or a function that makes one of a list of parameters."
     arguments.instance("optimizer", made, Optimizer, cure)
-    sharded = any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(made).__mro__)  # not imported to ask
-    return (ShardedStepInBackward if sharded else StepInBackward)(made, clip_value, free_gradients)
+    found: Optimizer = made
+    return found
+
+
+def make_stepper(
+    optimizer: Optimizer, clip_value: float | None, max_norm: float | None, free_gradients: bool
+) -> StepInBackward:
+    """Of the kind that the optimizer needs."""
+    sharded = any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__)  # not imported to ask
+    return (ShardedStepInBackward if sharded else StepInBackward)(optimizer, clip_value, max_norm, free_gradients)

@@ -11,9 +11,9 @@ from gradsync.errors import NotSupportedError
 _ELEMENTWISE = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "NAdam", "RAdam", "Adamax", "ASGD", "Rprop")
 
 
-def is_elementwise(optimizer: Optimizer) -> bool:
+def is_elementwise(kind: type[Optimizer]) -> bool:
     """Torch's own classes; what a subclass does, nobody knows."""
-    return any(type(optimizer) is getattr(torch.optim, name) for name in _ELEMENTWISE)
+    return any(kind is getattr(torch.optim, name) for name in _ELEMENTWISE)
 
 
 def check(optimizer: Optimizer) -> None:

@@ -14,6 +14,7 @@ from gradsync.engine.engine import Engine
 from gradsync.engine.step import owner_of
 from gradsync.errors import InvalidOptionError
 from gradsync.sharing import kinds
+from gradsync.sharing.counters import copied
 from gradsync.sharing.shared_step import SharedStep
 
 _STEP = "_gradsync_shared_step"
@@ -30,23 +31,30 @@ class SharedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        _step_of(self).step(self)
+        step_of(self).step(self)
         return loss
 
     @property
     def state(self) -> dict[Tensor, dict[str, Any]]:  # type: ignore[override]
         """Of all parameters, as ever; what other ranks step, lies in memory that this one can read."""
         given: dict[Tensor, dict[str, Any]] = self.__dict__["state"]
-        return given or _step_of(self).plain_state()
+        return given or step_of(self).plain_state()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Complete, and a copy: an optimizer that goes on with it must not write to what the ranks have in common."""
+        found = super().state_dict()
+        of_all = found["state"]
+        found["state"] = {at: {k: copied(v) for k, v in state.items()} for at, state in of_all.items()}
+        return found
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Also what `load_state_dict` calls when it has read everything."""
         super().__setstate__(state)
-        _step_of(self).forget()
+        step_of(self).forget()
 
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
         """Copies and pickles are plain optimizers, with the whole state."""
-        return _plain_copy, (type(self).__mro__[2], self.__getstate__())
+        return _plain_copy, (plain_class(self), self.__getstate__())
 
 
 def _plain_copy(kind: type[Optimizer], state: dict[str, Any]) -> Optimizer:
@@ -55,7 +63,13 @@ def _plain_copy(kind: type[Optimizer], state: dict[str, Any]) -> Optimizer:
     return made
 
 
-def _step_of(optimizer: Optimizer) -> SharedStep:
+def plain_class(optimizer: Optimizer) -> type[Optimizer]:
+    """What the class of an optimizer is, or was before it was shared."""
+    return type(optimizer).__mro__[2] if isinstance(optimizer, SharedOptimizer) else type(optimizer)
+
+
+def step_of(optimizer: Optimizer) -> SharedStep:
+    """How a shared optimizer steps."""
     found: SharedStep = optimizer.__dict__[_STEP]
     return found
 

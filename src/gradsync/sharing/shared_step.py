@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from gradsync.engine.engine import Engine
 from gradsync.engine.step import owner_of
-from gradsync.errors import ReplicaLostError, RoundTimeoutError, UnfinishedRoundError
+from gradsync.errors import NotSupportedError, ReplicaLostError, RoundTimeoutError, UnfinishedRoundError
 from gradsync.guard import unsynchronized
 from gradsync.sharing import kinds
 from gradsync.sharing.counters import copied, counters, is_like
@@ -42,6 +42,7 @@ class Part:
             [self.group.parameters[index] for index in left], list(map(self.group.name, left)), self._memory
         )
         self.parameters = [self.group.parameters[index] for index in sorted(in_runs)] + self.whole.parameters
+        self._by_bucket: dict[int, list[Run]] = {}
 
     @property
     def is_current(self) -> bool:
@@ -104,6 +105,87 @@ class Part:
             f"step {steps}. Go on from a checkpoint."
         )
 
+    def take_share(self, inner: Optimizer, number: int, used: Sequence[bool], gradient: Tensor) -> list[Run]:
+        """The runs of a bucket that are to be stepped, each with its part of the gradient, this rank's share.
+
+        `used`: whether each of the bucket's parameters has one; runs are split where some have none.
+        """
+        start, runs = self._shared.share_of(self.group, number).start, []
+        for run in self._runs_of(number):
+            of_run = used[run.first : run.last]
+            if all(of_run) or not any(of_run):
+                runs.append(run)
+                continue
+            parts = []
+            for part, state in run.split(of_run, inner.state.pop(run.values, {})):
+                if state:
+                    inner.state[part.values] = state
+                parts.append(part)
+            at = self.runs.index(run)
+            self.runs[at : at + 1] = parts
+            self._by_bucket.clear()
+            runs += parts
+        found = [run for run in runs if used[run.first]]
+        for run in found:
+            run.values.grad = gradient[run.extent.start - start : run.extent.stop - start]
+        return found
+
+    def _runs_of(self, number: int) -> list[Run]:
+        if not self._by_bucket:
+            for run in self.runs:
+                self._by_bucket.setdefault(run.number, []).append(run)
+        return self._by_bucket.get(number, [])
+
+    def check_all_in_runs(self) -> None:
+        """Before shares are stepped as they come: raises if a parameter has none, as it would never be stepped."""
+        in_runs, rank = {id(self.group.parameters[index]) for run in self.runs for index in run.indices}, self._rank
+        missing = [i for i, p in enumerate(self.group.parameters) if id(p) not in in_runs]
+        if missing:
+            name = self.group.name(missing[0])
+            why = (
+                "has a sparse gradient, which is not cut"
+                if id(self.group.parameters[missing[0]]) in self._groups
+                else "is in no group of the optimizer"
+            )
+            raise NotSupportedError(
+                f"rank {rank}: '{name}' {why}: overlap_optimizer() with share_parameters=True steps shares of all "
+                "parameters that have gradients, and delivers none. Give it an optimizer of all of them (freeze the "
+                "others), or use gradsync.share_optimizer()."
+            )
+
+    @property
+    def _rank(self) -> int:
+        return self.group.transport.rank
+
+    @property
+    def first_rank(self) -> int:
+        """Of those that have shares of the same memory."""
+        return self._memory.ranks[0]
+
+    def end_shares(self, failed: bool) -> None:
+        """All shares of a round were stepped here, or that has failed; returns when all ranks are so far."""
+        if not self._memory.is_common:
+            for number in sorted({run.number for run in self.runs}):
+                self._shared.spread(self.group, number)
+        if self._meet_at_end(_FAILED if failed else 0) != _FAILED:
+            self._shared.stepped()
+            return
+        torn = self._torn("the optimizer of a rank of this host raised")
+        self.drop_shares(str(torn))
+        if not failed:
+            raise torn
+
+    def drop_shares(self, torn: str) -> None:
+        """The round comes to nothing. `torn`: what is to be said of shares that may have been stepped."""
+        self._shared.accept()
+        self._shared.tear(torn)
+
+    def torn(self, why: str) -> str:
+        return str(self._torn(why))
+
+    def parameters_change(self) -> None:
+        torch.autograd.graph.increment_version(self.parameters)
+
     def take_gradients(self, inner: Optimizer) -> None:
         """Gives each run its gradient; splits those of which some parameters have none."""
         parameters, runs = self.group.parameters, []
@@ -121,10 +203,11 @@ class Part:
                 part.take_gradient(gradients[part.first - first : part.last - first])
                 runs.append(part)
         self.runs = runs
+        self._by_bucket.clear()
 
-    def share_state(self, inner: Optimizer) -> None:
-        """What the step has added to the state goes to common memory. All ranks together."""
-        runs = [run for run in self.runs if run.values in inner.state]
+    def share_state(self, inner: Optimizer, stepped: Sequence[Run] | None = None) -> None:
+        """What the step, of these runs, has added to the state goes to common memory. All ranks together."""
+        runs = [run for run in (self.runs if stepped is None else stepped) if run.values in inner.state]
         states = [inner.state[run.values] for run in runs]
         if keys := self._state.new_keys(runs, states):
             self._state.allocate(keys)
@@ -152,6 +235,7 @@ class Part:
                 if mine[0]:
                     inner.state[part.values] = _state_of(part, mine)
         self.runs = runs
+        self._by_bucket.clear()
         self.share_state(inner)
         for parameter in self.whole.mine:
             if state := plain.get(parameter):
@@ -174,7 +258,7 @@ class SharedStep:
     """Of one optimizer."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._elementwise = kinds.is_elementwise(optimizer)
+        self._elementwise = kinds.is_elementwise(type(optimizer))
         self._inner = _twin(optimizer)
         self._parts: list[Part] = []
         self._alone: list[list[Tensor]] = []  # for each group, what every rank has for itself, and steps
@@ -207,6 +291,57 @@ class SharedStep:
             for part in self._parts:
                 part.share_state(inner)
                 part.end_step(inner)
+
+    # --- shares that are stepped as they come ----------------------------------------------------
+
+    def plan_shares(self, optimizer: Optimizer) -> None:
+        """For what is planned now. All ranks together."""
+        self._rebuild(optimizer)
+        self._part.check_all_in_runs()
+
+    def step_shares(self, optimizer: Optimizer, shares: Iterable[tuple[int, Sequence[bool], Tensor]]) -> None:
+        """Of these buckets: their numbers, which of their parameters have gradients, and this rank's share of those."""
+        inner, part = self._inner, self._part
+        runs = [run for share in shares for run in part.take_share(inner, *share)]
+        groups = {number: [run.values for run in runs if run.group == number] for number in {run.group for run in runs}}
+        self._take_settings(optimizer)
+        inner.param_groups, all_groups = (
+            [{**inner.param_groups[n], "params": groups[n]} for n in sorted(groups)],
+            inner.param_groups,
+        )
+        try:
+            with torch.enable_grad():  # `step` turns it off itself, and some look at it first
+                inner.step()
+            part.share_state(inner, runs)
+        finally:
+            inner.param_groups = all_groups
+            for run in runs:
+                run.let_gradient_go()
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask for it
+
+    def end_shares(self, failed: bool) -> None:
+        self._part.end_shares(failed)
+
+    def drop_shares(self, torn: str) -> None:
+        for part in self._parts:
+            part.drop_shares(torn)
+
+    def torn(self, why: str) -> str:
+        return self._part.torn(why)
+
+    def parameters_change(self) -> None:
+        self._part.parameters_change()
+
+    @property
+    def first_rank(self) -> int:
+        return self._part.first_rank
+
+    @property
+    def _part(self) -> Part:
+        (part,) = self._parts
+        return part
+
+    # ---------------------------------------------------------------------------------------------
 
     def _take_settings(self, optimizer: Optimizer) -> None:
         """Learning rates and the like, as they are now."""

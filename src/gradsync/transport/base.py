@@ -75,6 +75,19 @@ class RowWork(Work, Protocol):
         """The matrix that was given, which is the sum now; None: the sum is in the buffer. After `wait`."""
 
 
+class ShareWork(Work, Protocol):
+    """A sum under way of which each rank gets its share."""
+
+    def share(self) -> Tensor:
+        """After `wait`: this rank's share, which is its own to overwrite until `release`."""
+
+    def tail(self) -> Tensor:
+        """After `wait`, until `release`: the sum of what is behind the shares."""
+
+    def release(self) -> None:
+        """After `wait`: this rank has no use for the result any more."""
+
+
 class SparseWork(Protocol):
     """A sparse reduction under way, whose result is a tensor of its own."""
 
@@ -150,6 +163,23 @@ class Transport(Protocol):
         Ranks may pass different scales. The result is bitwise the same on all ranks. The buffer
         must stay untouched until `wait` returned. With a label it must end where memory ends that
         `allocate` gave.
+        """
+
+    def allocate_reused(self, requests: Sequence[Request]) -> list[Tensor]:
+        """The same for `reduce_share`, of buffers that are filled one after the other, each when it `is_free`: several
+        may have the same memory.
+        """
+
+    def is_free(self, buffer: Tensor) -> bool:
+        """Whether a buffer of `allocate_reused` may be filled: all ranks have released what was in that memory."""
+
+    def await_free(self, buffer: Tensor) -> None:
+        """Until it is. This rank must have released it before."""
+
+    def reduce_share(self, buffer: Tensor, data: int, scale: float, label: Label = UNLABELLED) -> ShareWork:
+        """`reduce`, but of the first `data` elements each rank gets its share (`shares.bounds`), and no more.
+
+        What is behind them, all ranks get.
         """
 
     @property

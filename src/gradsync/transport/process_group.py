@@ -18,13 +18,14 @@ from gradsync.events import Traffic
 from gradsync.options import MIB
 from gradsync.transport import label as labels
 from gradsync.transport import progress_engine, summation
-from gradsync.transport.base import Done, Request, SparseWork, Work, all_reduced
+from gradsync.transport.base import Done, Request, ShareWork, SparseWork, Work, all_reduced
 from gradsync.transport.dedicated_group import Connections
 from gradsync.transport.label import UNLABELLED, Label
 from gradsync.transport.late_watch import LateWatch
 from gradsync.transport.link import Link
 from gradsync.transport.membership import Membership
 from gradsync.transport.own_memory import OwnMemory
+from gradsync.transport.share_of_whole import ShareOfWhole
 from gradsync.transport.start_watch import StartWatch
 from gradsync.transport.tensor_bytes import bytes_of
 from gradsync.transport.waiting import PAUSE
@@ -130,6 +131,18 @@ class ProcessGroupTransport:
         # On a GPU the scaling above and the collective are ordered by the current stream.
         work = self._connections.track(_torch.all_reduce(self._connections.carrier, buffer))
         return _InFlight(work, buffer, places, self._connections, self.size)
+
+    def allocate_reused(self, requests: Sequence[Request]) -> list[Tensor]:
+        return self.allocate(requests)
+
+    def is_free(self, buffer: Tensor) -> bool:
+        return True
+
+    def await_free(self, buffer: Tensor) -> None:
+        """Each has its own memory."""
+
+    def reduce_share(self, buffer: Tensor, data: int, scale: float, label: Label = UNLABELLED) -> ShareWork:
+        return ShareOfWhole(self.reduce(buffer, scale, label), buffer, data, self.rank, self.size)
 
     def reduce_sparse(self, gradient: Tensor, scale: float) -> SparseWork:
         """By gathering, as no backend but gloo sums sparse tensors; ranks pad to the longest."""

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
 
+from gradsync.options import MIB
 from gradsync.transport import summation
 from gradsync.transport.base import Request
 from gradsync.transport.host_memory import HostMemory
 from gradsync.transport.slot_sums import SlotSums
 from gradsync.transport.symmetric_tensor import SymmetricTensor
+
+# Of buffers that take turns: how many there are, and how many of those that no cache holds anyway.
+_AT_A_TIME, _LARGE_AT_A_TIME, _LARGE = 4, 2, 8 * MIB
 
 
 class Found(NamedTuple):
@@ -52,6 +57,25 @@ class SharedBuffers:
             self._register(next(made[one.reserve]))[: one.numel] if is_suitable else next(others)
             for one, is_suitable in zip(requests, suitable, strict=True)
         ]
+
+    def allocate_reused(
+        self, requests: Sequence[Request], otherwise: Callable[[Sequence[Request]], list[Tensor]]
+    ) -> list[Tensor]:
+        """The same for buffers of which few are under way at a time: they take turns in the same memory, which then
+        stays in the cache.
+        """
+        places, sizes = list[tuple[object, int]](), dict[tuple[object, int], Request]()
+        turns = Counter[object]()
+        for number, one in enumerate(requests):
+            large = one.numel * one.dtype.itemsize > _LARGE
+            kind = (one.dtype, one.device, large) if one.reserve else (number,)
+            place = kind, turns[kind] % (_LARGE_AT_A_TIME if large else _AT_A_TIME)
+            turns[kind] += 1
+            places.append(place)
+            if place not in sizes or sizes[place].numel < one.numel:
+                sizes[place] = one
+        made = dict(zip(sizes, self.allocate(list(sizes.values()), otherwise), strict=True))
+        return [made[place][: one.numel] for place, one in zip(places, requests, strict=True)]
 
     def _register(self, made: SymmetricTensor) -> Tensor:
         address = made.slot().data_ptr()

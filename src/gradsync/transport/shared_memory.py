@@ -16,12 +16,14 @@ from gradsync.events import Traffic
 from gradsync.options import MIB
 from gradsync.transport import label as labels
 from gradsync.transport import progress_engine, summation
-from gradsync.transport.base import Done, Request, RowWork, SparseWork, Work
+from gradsync.transport.base import Done, Request, RowWork, ShareWork, SparseWork, Work
 from gradsync.transport.common_memory import CommonMemory
 from gradsync.transport.host_memory import HostMemory
 from gradsync.transport.label import UNLABELLED, Label
 from gradsync.transport.process_group import ProcessGroupTransport, SparseDone
 from gradsync.transport.row_sum import RowSum
+from gradsync.transport.share_of_whole import ShareOfWhole
+from gradsync.transport.share_sum import ShareSum
 from gradsync.transport.shared_buffers import SharedBuffers
 from gradsync.transport.slot_sums import Reduction
 from gradsync.transport.staging import Staging
@@ -75,6 +77,23 @@ class SharedMemoryTransport:
         if found is None:
             return self._reduce_staged(buffer, scale, label)
         return Reduction(found.sums, scale, found.start, found.stop, label)
+
+    def allocate_reused(self, requests: Sequence[Request]) -> list[Tensor]:
+        return self._buffers.allocate_reused(requests, otherwise=self._group.allocate)
+
+    def is_free(self, buffer: Tensor) -> bool:
+        found = self._buffers.find(buffer)
+        return found is None or found.sums.is_free()
+
+    def await_free(self, buffer: Tensor) -> None:
+        if (found := self._buffers.find(buffer)) is not None:
+            found.sums.await_free()
+
+    def reduce_share(self, buffer: Tensor, data: int, scale: float, label: Label = UNLABELLED) -> ShareWork:
+        found = self._buffers.find(buffer)
+        if found is None:  # a type that has no sums in shared memory
+            return ShareOfWhole(self._reduce_staged(buffer, scale, label), buffer, data, self.rank, self.size)
+        return ShareSum(found.sums, scale, data, found.stop, label)
 
     def _reduce_staged(self, buffer: Tensor, scale: float, label: Label) -> Work:
         """A buffer that is not in memory that all see: every rank adds up copies of all of them."""

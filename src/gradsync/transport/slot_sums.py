@@ -28,7 +28,7 @@ from gradsync.transport.base import all_reduced
 from gradsync.transport.control_words import Word
 from gradsync.transport.host_memory import HostMemory
 from gradsync.transport.label import UNLABELLED, Label, differing
-from gradsync.transport.shares import block_numel, blocks
+from gradsync.transport.shares import block_numel, blocks, bounds
 from gradsync.transport.symmetric_tensor import SymmetricTensor, as_real
 
 
@@ -115,10 +115,20 @@ class SlotSums:
         end = (stop + behind) * factor
         if not share:
             return first[start * factor : end]
-        bounds = list(blocks(start * factor, stop * factor, tensor.local_rank, tensor.size, first.element_size()))
+        begin, last = bounds(start * factor, stop * factor, tensor.local_rank, tensor.size, first.element_size())
         if tensor.local_rank == tensor.size - 1 and behind:
-            return first[bounds[0][0] if bounds else stop * factor : end]
-        return first[bounds[0][0] : bounds[-1][1]] if bounds else first[:0]
+            return first[begin if last > begin else stop * factor : end]
+        return first[begin:last]
+
+    def share_in_first(self, start: int, stop: int) -> Tensor:
+        """This rank's share of the sum in the first slot, as it is: complex numbers are such."""
+        tensor = self.tensor
+        first, last = bounds(start, stop, tensor.local_rank, tensor.size, tensor.dtype.itemsize)
+        return tensor.slot(0)[first:last]
+
+    def is_free(self) -> bool:
+        """Whether nobody reads or writes this rank's slot for the latest sum."""
+        return self.is_over(self._latest)
 
     def missing(self, operation: int) -> list[int]:
         """The local ranks whose part in a sum is not done; if some have yet to fill their slots, only those."""
@@ -148,8 +158,8 @@ class SlotSums:
         if found is None:
             slots = [as_real(tensor.slot(rank)) for rank in range(tensor.size)]
             factor = 2 if tensor.dtype.is_complex else 1
-            bounds = blocks(start * factor, stop * factor, local_rank, tensor.size, slots[0].element_size())
-            found = [[slot[first:last] for slot in slots] for first, last in bounds]
+            of_rank = blocks(start * factor, stop * factor, local_rank, tensor.size, slots[0].element_size())
+            found = [[slot[first:last] for slot in slots] for first, last in of_rank]
             self._blocks[start, stop, local_rank] = found
         return found
 
