@@ -213,7 +213,7 @@ class Grows(nn.Module):
         self.parts = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
 
     def forward(self, x: Tensor, used: int) -> Tensor:
-        for part in self.parts[:used]:
+        for part in self.parts[-used:]:
             x = part(x)
         return x
 
