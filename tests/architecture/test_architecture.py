@@ -26,10 +26,10 @@ MAY_IMPORT = {
     "guard": {"transport", "watch"},
     "hooks": set[str](),
     "engine": {"transport", "guard", "observe", "hooks", "watch"},
-    "sharing": {"engine", "guard", "transport"},
+    "sharing": {"engine", "guard", "hooks", "transport"},
     "groups": set[str](),
     "tensor_parallel": set[str](),
-    "replica": {"engine", "observe", "contract", "groups", "hooks", "transport"},
+    "replica": {"engine", "observe", "contract", "groups", "hooks", "sharing", "transport"},
     "replicate_setters": {"engine", "replica"},
     "joinable": {"engine", "replica"},
     "replicate": {"engine", "contract", "groups", "guard", "joinable", "replica", "replicate_setters", "transport"},
@@ -160,6 +160,7 @@ SET_BY_ANYBODY = {
     *("grad", "data", "requires_grad", "__class__", "param_groups"),  # tensors, modules and optimizers
     *("_opt_called", "_ddp_ignored", "_ddp_params_and_buffers_to_ignore"),  # torch's marks
     *("atexit", "restype", "argtypes"),  # of weakref.finalize and ctypes
+    "gradient_norm",  # of an optimizer, for its user to read
     "last_value",  # of sys: as Python itself leaves it there at the end of a script
 }
 

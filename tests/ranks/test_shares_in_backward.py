@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from gradsync.errors import (
     ReplicaLostError,
     UnfinishedRoundError,
 )
+from gradsync.sharing import blocks
 from tests.ranks.memory import be_on_host
 from tests.ranks.small import FRONTS, make, same_everywhere
 from tests.ranks.test_shared_parameters import (
@@ -77,6 +79,23 @@ def test_every_optimizer_comes_to_the_same(name: str) -> None:
     train(made, range(5))
     assert are_shared(made[0][0])
     assert_same(made[0], made[1], "fused" in name)
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+@on_ranks(2)
+def test_large_shares_are_stepped_block_by_block(name: str) -> None:
+    """To the same bits, with whatever each optimizer keeps, in backward and after it."""
+    with mock.patch.object(blocks, "BLOCK", 320):
+        made = both(ELEMENTWISE[name])
+        after = make("replicate", build(), share_parameters=True)
+        optimizer = gradsync.share_optimizer(ELEMENTWISE[name](after.parameters()))
+        train(made, range(4))
+        for step in range(4):
+            backward(after, step)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(made[0], made[1], "fused" in name)
+    assert_same((after, optimizer), made[1], "fused" in name)
 
 
 @FRONTS

@@ -381,7 +381,8 @@ class TrainingStep:
             try:
                 config = self.reducer.config
                 if config.stepper is not None:
-                    config.stepper.round_closed(self.transport)
+                    with unsynchronized.trusted():
+                        config.stepper.round_closed(self.transport)
                 if config.share_stepper is not None:
                     config.share_stepper.round_closed(self.transport, failed is not None)
                 with ranged("buffers"):

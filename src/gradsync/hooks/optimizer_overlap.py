@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 from gradsync import _torch, arguments
 from gradsync.errors import HookError
-from gradsync.guard import unsynchronized
 
 
 class Stepper(Protocol):
@@ -109,7 +108,7 @@ class StepInBackward:
             gradients = [parameter.grad for parameter in delivered if parameter.grad is not None]
             norm = float(nn.utils.get_total_norm(gradients)) if gradients else 0.0
             factor = clipping_factor(self.optimizer, norm, self.max_norm)
-            with torch.no_grad(), unsynchronized.trusted():
+            with torch.no_grad():
                 if gradients and factor != 1:
                     torch._foreach_mul_(gradients, factor)
                 self._step(delivered)

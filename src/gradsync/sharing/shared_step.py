@@ -3,255 +3,23 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from gradsync.engine.engine import Engine
 from gradsync.engine.step import owner_of
-from gradsync.errors import NotSupportedError, ReplicaLostError, RoundTimeoutError, UnfinishedRoundError
 from gradsync.guard import unsynchronized
 from gradsync.sharing import kinds
-from gradsync.sharing.counters import copied, counters, is_like
-from gradsync.sharing.runs import Run, find_runs
-from gradsync.sharing.state import RunState
-from gradsync.sharing.whole import WholeParameters
+from gradsync.sharing.blocks import step_in_blocks
+from gradsync.sharing.counters import copied
+from gradsync.sharing.part import Part
 
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-_NEWS, _FAILED = 1, 2  # what ranks say to each other at the end of a step
 _SCALER = ("grad_scale", "found_inf")  # what torch's GradScaler tells a fused optimizer
-
-
-class Part:
-    """What an optimizer has of one replica, as that is planned now."""
-
-    def __init__(self, engine: Engine, groups: Mapping[int, int], elementwise: bool) -> None:
-        """`groups`: of the optimizer, by the identities of its parameters."""
-        assert engine.shared is not None
-        assert engine.shared.memory is not None
-        self._engine, self.group, self._shared = engine, engine.reducer.group, engine.shared
-        self._memory, self._groups = engine.shared.memory, groups
-        self.runs = find_runs(self.group, self._shared, groups) if elementwise else []
-        self._state = RunState(self.group)
-        in_runs = {index for run in self.runs for index in run.indices}
-        left = [i for i, p in enumerate(self.group.parameters) if i not in in_runs and id(p) in groups]
-        self.whole = WholeParameters(
-            [self.group.parameters[index] for index in left], list(map(self.group.name, left)), self._memory
-        )
-        self.parameters = [self.group.parameters[index] for index in sorted(in_runs)] + self.whole.parameters
-        self._by_bucket: dict[int, list[Run]] = {}
-
-    @property
-    def is_current(self) -> bool:
-        return self._engine.reducer.group is self.group
-
-    def of_group(self, number: int) -> list[Tensor]:
-        """What this rank steps of a group of the optimizer's."""
-        mine: list[Tensor] = [run.values for run in self.runs if run.group == number]
-        return mine + [p for p in self.whole.mine if self._groups[id(p)] == number]
-
-    def begin_step(self) -> None:
-        """Nobody reads the parameters any more when this returns."""
-        self._shared.check(self.group.transport.rank)
-        try:
-            self._memory.meet("the beginning of an optimizer's step")
-        except (ReplicaLostError, RoundTimeoutError) as error:
-            raise type(error)(
-                f"{error} The parameters are whole, as after step {self._shared.steps}.", error.ranks
-            ) from None
-
-    def end_step(self, inner: Optimizer) -> None:
-        """They are whole again when this returns, on all ranks of the host."""
-        self._spread()
-        for run in self.runs:
-            run.let_gradient_go()
-        torch.autograd.graph.increment_version([p for p in self.parameters if p.grad is not None])
-        self.whole.write_numbers(inner)
-        said = self._meet_at_end(_NEWS if self.whole.has_news(inner) else 0)
-        if said == _FAILED:
-            raise self._torn("the optimizer of another rank of this host raised")
-        if said == _NEWS:
-            self.whole.tell(inner, self.group.transport)
-            self.whole.write_numbers(inner)
-            self._meet_at_end()
-        self._shared.stepped()
-
-    def _spread(self) -> None:
-        """Where ranks do not see each other's memory, they send what they have stepped."""
-        if not self._memory.is_common:
-            stepped = {run.number for run in self.runs if run.values.grad is not None}
-            for number in sorted(stepped):
-                self._shared.spread(self.group, number)
-            self.whole.spread(self.group.transport)
-
-    def fail_step(self) -> None:
-        """The optimizer has raised on this rank: so that the others need not wait."""
-        self._meet_at_end(_FAILED)
-
-    def _meet_at_end(self, said: int = 0) -> int:
-        try:
-            return self._memory.meet("the end of an optimizer's step", said)
-        except (ReplicaLostError, RoundTimeoutError) as error:
-            raise type(error)(f"{error} {self._torn('its share is missing')}", error.ranks) from None
-
-    def _torn(self, why: str) -> UnfinishedRoundError:
-        steps = self._shared.steps
-        return UnfinishedRoundError(
-            f"rank {self.group.transport.rank}: step {steps + 1} of a shared optimizer did not come to its end: {why}. "
-            "The parameters on this host, and the optimizer's state, are those of two steps; the last whole one was "
-            f"step {steps}. Go on from a checkpoint."
-        )
-
-    def take_share(self, inner: Optimizer, number: int, used: Sequence[bool], gradient: Tensor) -> list[Run]:
-        """The runs of a bucket that are to be stepped, each with its part of the gradient, this rank's share.
-
-        `used`: whether each of the bucket's parameters has one; runs are split where some have none.
-        """
-        start, runs = self._shared.share_of(self.group, number).start, []
-        for run in self._runs_of(number):
-            of_run = used[run.first : run.last]
-            if all(of_run) or not any(of_run):
-                runs.append(run)
-                continue
-            parts = []
-            for part, state in run.split(of_run, inner.state.pop(run.values, {})):
-                if state:
-                    inner.state[part.values] = state
-                parts.append(part)
-            at = self.runs.index(run)
-            self.runs[at : at + 1] = parts
-            self._by_bucket.clear()
-            runs += parts
-        found = [run for run in runs if used[run.first]]
-        for run in found:
-            run.values.grad = gradient[run.extent.start - start : run.extent.stop - start]
-        return found
-
-    def _runs_of(self, number: int) -> list[Run]:
-        if not self._by_bucket:
-            for run in self.runs:
-                self._by_bucket.setdefault(run.number, []).append(run)
-        return self._by_bucket.get(number, [])
-
-    def check_all_in_runs(self) -> None:
-        """Before shares are stepped as they come: raises if a parameter has none, as it would never be stepped."""
-        in_runs, rank = {id(self.group.parameters[index]) for run in self.runs for index in run.indices}, self._rank
-        missing = [i for i, p in enumerate(self.group.parameters) if id(p) not in in_runs]
-        if missing:
-            name = self.group.name(missing[0])
-            why = (
-                "has a sparse gradient, which is not cut"
-                if id(self.group.parameters[missing[0]]) in self._groups
-                else "is in no group of the optimizer"
-            )
-            raise NotSupportedError(
-                f"rank {rank}: '{name}' {why}: overlap_optimizer() with share_parameters=True steps shares of all "
-                "parameters that have gradients, and delivers none. Give it an optimizer of all of them (freeze the "
-                "others), or use gradsync.share_optimizer()."
-            )
-
-    @property
-    def _rank(self) -> int:
-        return self.group.transport.rank
-
-    @property
-    def first_rank(self) -> int:
-        """Of those that have shares of the same memory."""
-        return self._memory.ranks[0]
-
-    def end_shares(self, failed: bool) -> None:
-        """All shares of a round were stepped here, or that has failed; returns when all ranks are so far."""
-        if not self._memory.is_common:
-            for number in sorted({run.number for run in self.runs}):
-                self._shared.spread(self.group, number)
-        if self._meet_at_end(_FAILED if failed else 0) != _FAILED:
-            self._shared.stepped()
-            return
-        torn = self._torn("the optimizer of a rank of this host raised")
-        self.drop_shares(str(torn))
-        if not failed:
-            raise torn
-
-    def drop_shares(self, torn: str) -> None:
-        """The round comes to nothing. `torn`: what is to be said of shares that may have been stepped."""
-        self._shared.accept()
-        self._shared.tear(torn)
-
-    def torn(self, why: str) -> str:
-        return str(self._torn(why))
-
-    def parameters_change(self) -> None:
-        torch.autograd.graph.increment_version(self.parameters)
-
-    def take_gradients(self, inner: Optimizer) -> None:
-        """Gives each run its gradient; splits those of which some parameters have none."""
-        parameters, runs = self.group.parameters, []
-        for run in self.runs:
-            gradients = [parameters[index].grad for index in run.indices]
-            missing = [gradient is None for gradient in gradients]
-            if not any(missing) or all(missing):
-                run.take_gradient(gradients)
-                runs.append(run)
-                continue
-            first = run.first
-            for part, state in run.split(missing, inner.state.pop(run.values, {})):
-                if state:
-                    inner.state[part.values] = state
-                part.take_gradient(gradients[part.first - first : part.last - first])
-                runs.append(part)
-        self.runs = runs
-        self._by_bucket.clear()
-
-    def share_state(self, inner: Optimizer, stepped: Sequence[Run] | None = None) -> None:
-        """What the step, of these runs, has added to the state goes to common memory. All ranks together."""
-        runs = [run for run in (self.runs if stepped is None else stepped) if run.values in inner.state]
-        states = [inner.state[run.values] for run in runs]
-        if keys := self._state.new_keys(runs, states):
-            self._state.allocate(keys)
-        self._state.bring(runs, states)
-
-    def plain_state(self, inner: Optimizer) -> Iterable[tuple[nn.Parameter, dict[str, Any]]]:
-        """Of each parameter, as the plain optimizer would have it."""
-        self._state.spread()
-        self.whole.spread_state(self.group.transport)
-        yield from self.whole.plain_state()
-        for run in self.runs:
-            state: dict[str, Any] = inner.state.get(run.values, {})
-            for at in range(run.first, run.last) if state else ():
-                parameter = self.group.parameters[run.bucket.indices[at]]
-                yield parameter, self._state.of_parameter(run, at, state)
-
-    def load(self, inner: Optimizer, plain: Mapping[Tensor, dict[str, Any]]) -> None:
-        """Takes over a plain optimizer's state, the same on all ranks."""
-        runs: list[Run] = []
-        for run in self.runs:
-            of_each = [plain.get(self.group.parameters[index], {}) for index in run.indices]
-            for part, _ in run.split(list(map(counters, of_each)), {}):
-                runs.append(part)
-                mine = of_each[part.first - run.first : part.last - run.first]
-                if mine[0]:
-                    inner.state[part.values] = _state_of(part, mine)
-        self.runs = runs
-        self._by_bucket.clear()
-        self.share_state(inner)
-        for parameter in self.whole.mine:
-            if state := plain.get(parameter):
-                inner.state[parameter] = dict(state)
-        if self._memory.meet("the loading of an optimizer's state", said=int(self.whole.has_news(inner))):
-            self.whole.tell(inner, self.group.transport)
-            self.whole.write_numbers(inner)
-        self._memory.meet("the loading of an optimizer's state")
-
-
-def _state_of(run: Run, of_each: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The state of a run, from that of each of its parameters."""
-    return {
-        key: run.flatten([state[key] for state in of_each]) if is_like(key, value) else copied(value)
-        for key, value in of_each[0].items()
-    }
 
 
 class SharedStep:
@@ -282,7 +50,7 @@ class SharedStep:
             part.begin_step()
         try:
             with unsynchronized.trusted():
-                inner.step()
+                self._step_inner()
         except BaseException:
             for part in self._parts:
                 part.fail_step()
@@ -311,7 +79,7 @@ class SharedStep:
         )
         try:
             with torch.enable_grad():  # `step` turns it off itself, and some look at it first
-                inner.step()
+                self._step_inner()
             part.share_state(inner, runs)
         finally:
             inner.param_groups = all_groups
@@ -342,6 +110,12 @@ class SharedStep:
         return part
 
     # ---------------------------------------------------------------------------------------------
+
+    def _step_inner(self) -> None:
+        if self._elementwise:
+            step_in_blocks(self._inner)
+        else:
+            self._inner.step()
 
     def _take_settings(self, optimizer: Optimizer) -> None:
         """Learning rates and the like, as they are now."""
