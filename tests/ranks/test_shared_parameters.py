@@ -430,6 +430,36 @@ def test_bad_input_is_refused() -> None:
         gradsync.replicate(build(), share_parameters=True, gradient_as_bucket_view=False)
 
 
+@pytest.mark.parametrize("in_backward", [False, True])
+@on_ranks(2)
+def test_schedules_that_were_there_before(in_backward: bool) -> None:
+    """They put a step of theirs on the optimizer, which calls that of its class then: the plain one."""
+    made: list[tuple[Any, Optimizer]] = []
+    for shares in (True, False):
+        model = gradsync.replicate(build(), share_parameters=shares)
+        optimizer = optim.AdamW(model.parameters(), lr=0.1)
+        schedule = optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        steps_itself = shares and in_backward
+        if steps_itself:
+            gradsync.overlap_optimizer(model, optimizer)
+        elif shares:
+            gradsync.share_optimizer(optimizer)
+        late = optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        for step in range(4):
+            backward(model, step)
+            if not steps_itself:
+                optimizer.step()
+                optimizer.zero_grad()
+            schedule.step()
+            late.step()
+        made.append((model, optimizer))
+    assert_same(made[0], made[1])
+    odd = optim.SGD(made[0][0].parameters(), lr=0.1)
+    odd.step = lambda closure=None: None  # type: ignore[method-assign]
+    with pytest.raises(InvalidOptionError, match=r"somebody has replaced step\(\) of this SGD"):
+        gradsync.share_optimizer(odd)
+
+
 @on_ranks(2)
 def test_a_plain_optimizer_is_refused_before_it_counts_twice() -> None:
     model = gradsync.replicate(build(), share_parameters=True)

@@ -32,7 +32,10 @@ class SharedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         step_of(self).step(self)
+        self._opt_called = True  # schedules ask for it
         return loss
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # so they need not put a step of theirs before it
 
     @property
     def state(self) -> dict[Tensor, dict[str, Any]]:  # type: ignore[override]
@@ -74,6 +77,19 @@ def step_of(optimizer: Optimizer) -> SharedStep:
     return found
 
 
+def _take_off_step(optimizer: Optimizer) -> None:
+    """Of a schedule, which calls the plain one; what it does besides, ours does too."""
+    put = optimizer.__dict__.get("step")
+    if put is None:
+        return
+    if not hasattr(put, "_wrapped_by_lr_sched"):
+        raise InvalidOptionError(
+            f"somebody has replaced step() of this {type(optimizer).__name__}, and what was put there would step "
+            "the whole, not a share. Call gradsync.share_optimizer() first, directly after the optimizer is made."
+        )
+    del optimizer.__dict__["step"]
+
+
 def share_optimizer(optimizer: Optimizer) -> Optimizer:
     """Makes `optimizer` step only this rank's share of parameters that lie once a host, and returns it.
 
@@ -95,6 +111,7 @@ def share_optimizer(optimizer: Optimizer) -> Optimizer:
             "Make it of the parameters of a module that was replicated with share_parameters=True, after that."
         )
     plain = type(optimizer)
+    _take_off_step(optimizer)
     optimizer.__dict__[_STEP] = SharedStep(optimizer)
     names = {"step": Optimizer.profile_hook_step(SharedOptimizer.step), "__module__": plain.__module__}
     optimizer.__class__ = type(plain.__name__, (SharedOptimizer, plain), names)
