@@ -69,8 +69,8 @@ class Patience:
             "init_process_group a longer timeout."
         )
         blamed = culprits(self._rows) or sorted(awaited)
-        self._watch.give_up(text, blamed)
-        return RoundTimeoutError(text, blamed)
+        first = self._watch.give_up(text, blamed)
+        return RoundTimeoutError(text, blamed) if first.rank == self._watch.rank else first.error(self._watch.rank)
 
     def _text(self) -> str:
         why = explain(self._rows, self._watch.ended()) or "Nobody says where the other ranks are."
