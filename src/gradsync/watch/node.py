@@ -125,7 +125,7 @@ class Node:
             time.sleep(0.01)
 
     def announce(self, notice: Notice) -> None:
-        """News of this rank, which lives on: it comes back, also to this rank, in the order that rank 0 gives to news."""
+        """News of this rank, which lives on: it comes back to all, in the order that rank 0 gives to news."""
         self._do(lambda: self._tell(notice, from_above=False))
 
     @property
