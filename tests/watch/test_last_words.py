@@ -51,6 +51,11 @@ def output_of(process: subprocess.Popen[str]) -> str:
 
 def train(transport: str, fault: str, doomed: int, world: int, tmp_path: Path) -> list[str]:
     """What each rank says."""
+    started = start(transport, fault, doomed, world, tmp_path)
+    return [re.sub(r"^\[rank\d\]: ?", "", output_of(process), flags=re.M) for process in started]
+
+
+def start(transport: str, fault: str, doomed: int, world: int, tmp_path: Path) -> list[subprocess.Popen[str]]:
     common = environment()
     started = []
     for rank in range(world):
@@ -64,7 +69,7 @@ def train(transport: str, fault: str, doomed: int, world: int, tmp_path: Path) -
                 stderr=subprocess.STDOUT,
             )
         )
-    return [re.sub(r"^\[rank\d\]: ?", "", output_of(process), flags=re.M) for process in started]
+    return started
 
 
 @pytest.mark.parametrize(
@@ -85,6 +90,17 @@ def test_one_that_raises(transport: str, doomed: int, world: int, tmp_path: Path
         )
         assert "It was past the end of round 3 of Sequential." in output
         assert "ReplicaLostError" in told["message"]
+
+
+def test_one_that_raises_and_waits_for_a_thread_of_its_own(tmp_path: Path) -> None:
+    """For ever: Python says that it ends before that."""
+    survivor, doomed = start("process_group", "raise beside a thread", 1, 2, tmp_path)
+    try:
+        assert "ReplicaLostError: rank 0: rank 1 raised ValueError: the file is truncated." in output_of(survivor)
+        assert doomed.poll() is None
+    finally:
+        doomed.kill()
+        doomed.communicate()
 
 
 @pytest.mark.parametrize(

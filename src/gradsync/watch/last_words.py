@@ -38,6 +38,9 @@ def remember(node: Node) -> None:
         _outermost = _bottom(sys._current_frames().get(threading.main_thread().ident or 0))
         _registered_in = os.getpid()
         atexit.register(_say, os.getpid())
+        if (register := getattr(threading, "_register_atexit", None)) is not None:  # of Python 3.9 and later
+            with contextlib.suppress(RuntimeError):  # it ends already
+                register(_say_before_threads, os.getpid())
         if multiprocessing.process.parent_process() is not None:
             multiprocessing.util.Finalize(None, _say, args=(os.getpid(),), exitpriority=1000)
 
@@ -53,6 +56,17 @@ def _say(process: int) -> None:
         node.say(words_for(error, node.rank), SECONDS)
         node.end()
     _nodes.clear()
+
+
+def _say_before_threads(process: int) -> None:
+    """Python is about to wait for the user's threads, perhaps for ever, and only then comes to `_say`.
+
+    One of them may go on with the training: so nothing is said if another thread than the main one has trained.
+    """
+    error = _uncaught()
+    if process == os.getpid() and error is not None and not position.here.trains_elsewhere:
+        for node in list(_nodes):
+            node.say(words_for(error, node.rank), SECONDS)
 
 
 def _uncaught() -> BaseException | None:

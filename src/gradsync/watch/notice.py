@@ -68,11 +68,12 @@ class Notice(NamedTuple):
         """What rank `rank` raises for it."""
         if self.how is How.GAVE_UP:
             return RoundTimeoutError(f"rank {rank}: {self.why}", self.because)
-        begin = "Cure that, then start" if self.how is How.RAISED else "Start"
+        raised = self.how is How.RAISED
+        begin = "Cure that, then start" if raised else "Start"
         return ReplicaLostError(
             f"rank {rank}: rank {self.rank} {self.told()}{begin} the job again from the last checkpoint (torchrun "
             "--max-restarts does).",
-            self.because or (self.rank,),
+            (raised and self.because) or (self.rank,),
         )
 
     def told(self) -> str:
