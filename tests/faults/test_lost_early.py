@@ -17,8 +17,9 @@ from gradsync import _torch
 from gradsync.engine import engine, parameter_group
 from gradsync.errors import ReplicaLostError, UnsuitableModuleError
 from gradsync.transport import choice, dedicated_group, handshake, start_watch
+from tests.faults.test_named import end_as_python_does
 from tests.ranks.memory import be_on_host
-from tests.ranks.small import FRONTS, build, make, short_group
+from tests.ranks.small import FRONTS, backward, build, make, short_group
 from tests.support.outcome import End, Outcome
 from tests.support.ranks import Ranks, on_ranks
 
@@ -123,6 +124,36 @@ def test_one_that_raises_is_told_with_its_reason(ranks: Ranks, fault: Any, trans
     outcomes = ranks.outcomes(lost, 3, 1, transport, "replicate", fault, fail)
     assert isinstance(outcomes[1].exception, ValueError)
     assert_named(outcomes, 1, "ValueError: no data here")
+
+
+def lost_before_the_second_one(transport: str, is_late: bool, raises: bool) -> None:
+    group = dist.new_group(timeout=NEVER)
+    first: Any = make("replicate", build(), process_group=group, transport=transport)
+    backward(first)
+    if dist.get_rank() == 1:
+        if not raises:
+            end_as_python_does(None)
+        try:
+            fail()
+        except ValueError as raised:
+            end_as_python_does(raised)
+    if is_late:
+        time.sleep(0.5)  # the news are here by then
+    make("replicate", build(), process_group=group, transport=transport)
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
+def test_one_that_raises_before_the_second_replica(ranks: Ranks, transport: str, is_late: bool) -> None:
+    """There is a watch by then: all tell its exception, and where it was."""
+    outcomes = ranks.outcomes(lost_before_the_second_one, 3, transport, is_late, True)
+    at = "It was past the end of round 0 of Sequential."
+    assert_named(outcomes, 1, "rank 1 raised ValueError: no data here.", at, "in fail")
+
+
+def test_one_that_ends_before_the_second_replica(ranks: Ranks) -> None:
+    outcomes = ranks.outcomes(lost_before_the_second_one, 3, "process_group", True, False)
+    assert_named(outcomes, 1, "rank 1 came to the end of its script, and did not make this one")
 
 
 @on_ranks(3)

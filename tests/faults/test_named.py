@@ -211,8 +211,26 @@ def test_one_that_is_waited_for(ranks: Ranks, transport: str, world: int, fault:
                 assert re.search(rf"rank {doomed} .*{pattern}" if "has been" in pattern else pattern, text, re.M), text
         assert outcome.output.count("has waited") == 1, outcome.output
         assert f"The time limit of the process group is {seconds:g} s" in told
-        explanations.add(told.partition("(Round ")[0].partition("has waited ")[2])
+        explanations.add(re.sub(r"^rank \d: (?=rank \d has waited)", "", told.partition("(Round ")[0]))
     assert len(explanations) == 1, explanations
+
+
+def different_modules(transport: str, limit: float) -> None:
+    """Rank 1's loss reaches another one of two replicas."""
+    os.environ["GRADSYNC_EXPLAIN_AFTER"] = "0.3"
+    group = dist.new_group(timeout=timedelta(seconds=limit))
+    two = [make("replicate", build(), transport=transport, process_group=group) for _ in range(2)]
+    (two[0](torch.ones(1, 4)).sum() + two[1](torch.ones(1, 4)).sum()).backward()
+    backward(two[dist.get_rank() == 1])
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
+def test_different_graphs_on_different_ranks(ranks: Ranks, transport: str) -> None:
+    for outcome in ranks.outcomes(different_modules, 3, transport, LIMIT * crowding(), limit=40.0):
+        assert isinstance(outcome.exception, RoundTimeoutError), outcome
+        assert outcome.exception.ranks == [1], outcome
+        assert "rank 1 is at the end of backward of round 1 of Sequential (replicated module" in str(outcome.exception)
+        assert "The ranks are in rounds of different replicated modules" in str(outcome.exception)
 
 
 def on_two_hosts(stopped_rank: int, limit: float) -> None:

@@ -46,6 +46,28 @@ def test_different_ways() -> None:
     assert "their backwards took different ways, or came in another order" in explain(rows)
 
 
+def test_two_of_which_none_is_more_to_blame() -> None:
+    other = WAITS._replace(awaits=str(Awaited(3, 7, "layers.2.weight", 1)))
+    assert culprits([Row(0, WAITS), Row(1, other)]) == [0, 1]
+    assert "their backwards took different ways" in explain([Row(0, WAITS), Row(1, other)])
+
+
+def test_different_modules_of_the_same_name() -> None:
+    """In the same round, for the same bucket."""
+    rows = [Row(0, WAITS), Row(1, WAITS._replace(serial=1)), Row(2, WAITS)]
+    assert culprits(rows) == [1]
+    lines = explain(rows).splitlines()
+    assert lines[0].startswith("rank 1 is at the end of backward of round 12 of GPT (replicated module 1), waiting for")
+    assert lines[1].startswith("rank 0 is at the end of backward of round 12 of GPT (replicated module 0), waiting for")
+    assert lines[-1].startswith("The ranks are in rounds of different replicated modules")
+
+
+def test_one_that_shows_its_exception() -> None:
+    """That is a function of c10d's too."""
+    stack = ("/x/torch/distributed/distributed_c10d.py:1928 in _distributed_excepthook",)
+    assert explain([Row(1, FORWARD, "", stack), Row(0, WAITS)]).startswith("rank 1 has been in forward of round 12")
+
+
 def test_all_wait_for_the_same() -> None:
     assert culprits([Row(0, WAITS), Row(1, WAITS)]) == []
 

@@ -51,6 +51,11 @@ def output_of(process: subprocess.Popen[str]) -> str:
 
 def train(transport: str, fault: str, doomed: int, world: int, tmp_path: Path) -> list[str]:
     """What each rank says."""
+    started = start(transport, fault, doomed, world, tmp_path)
+    return [re.sub(r"^\[rank\d\]: ?", "", output_of(process), flags=re.M) for process in started]
+
+
+def start(transport: str, fault: str, doomed: int, world: int, tmp_path: Path) -> list[subprocess.Popen[str]]:
     common = environment()
     started = []
     for rank in range(world):
@@ -64,7 +69,7 @@ def train(transport: str, fault: str, doomed: int, world: int, tmp_path: Path) -
                 stderr=subprocess.STDOUT,
             )
         )
-    return [re.sub(r"^\[rank\d\]: ?", "", output_of(process), flags=re.M) for process in started]
+    return started
 
 
 @pytest.mark.parametrize(
@@ -87,15 +92,28 @@ def test_one_that_raises(transport: str, doomed: int, world: int, tmp_path: Path
         assert "ReplicaLostError" in told["message"]
 
 
+def test_one_that_raises_and_waits_for_a_thread_of_its_own(tmp_path: Path) -> None:
+    """For ever: Python says that it ends before that."""
+    survivor, doomed = start("process_group", "raise beside a thread", 1, 2, tmp_path)
+    try:
+        assert "ReplicaLostError: rank 0: rank 1 raised ValueError: the file is truncated." in output_of(survivor)
+        assert doomed.poll() is None
+    finally:
+        doomed.kill()
+        doomed.communicate()
+
+
 @pytest.mark.parametrize(
     ("transport", "doomed", "fault"),
     [("process_group", 0, "end"), ("process_group", 1, "exit"), ("shared_memory", 1, "end")],
 )
 def test_one_that_ends_early(transport: str, doomed: int, fault: str, tmp_path: Path) -> None:
     output = train(transport, fault, doomed, 2, tmp_path)[1 - doomed]
+    own = f"If that was because of an error, rank {doomed}'s own output says so: Python does not tell with which code. "
+    how, give = (", by sys.exit", f"{own}If not, give") if fault == "exit" else ("", "Give")
     assert (
-        f"ReplicaLostError: rank {1 - doomed}: rank {doomed} ended its training after round 3; rank {1 - doomed} is in "
-        "round 4 of Sequential. Give all ranks equally many batches, or use gradsync.uneven"
+        f"ReplicaLostError: rank {1 - doomed}: rank {doomed} ended its training after round 3{how}; rank {1 - doomed} "
+        f"is in round 4 of Sequential. {give} all ranks equally many batches, or use gradsync.uneven"
     ) in output
     assert not (tmp_path / f"error{doomed}").exists()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from typing import Any
 
@@ -20,7 +21,9 @@ import gradsync
 
 def fail(fault: str) -> None:
     print("fault at", time.monotonic(), flush=True)  # noqa: T201
-    if fault == "raise":
+    if fault == "raise beside a thread":
+        threading.Thread(target=threading.Event().wait).start()
+    if fault.startswith("raise"):
         raise ValueError("the file is truncated")
     if fault == "exit":
         sys.exit(3)

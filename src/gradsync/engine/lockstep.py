@@ -187,6 +187,10 @@ class Lockstep:
         """This rank is there now, for others to know; see `watch/position.py`."""
         here.enter(phase, self.name, self.serial, self._number, awaits)
 
+    def enter_forward(self) -> None:
+        here.forward_begins()
+        self.enter("in forward")
+
     def count_launch(self) -> None:
         self.launches += 1
 

@@ -112,7 +112,7 @@ class TrainingStep:
             return
         if not self.reducer.forked:
             self.transport.check_alive()
-            self.reducer.lockstep.enter("in forward")
+            self.reducer.lockstep.enter_forward()
         if not self._looked_for_optimizers:  # torch's way to have optimizers in backward comes after wrapping
             self._looked_for_optimizers = True
             self.reducer.take_over_optimizers()

@@ -166,7 +166,7 @@ class Rendezvous:
         # Held until the end: what this rank says it has, it must still have when all go by it.
         self._memories = {name: one for name, one in _memories.items() if _is_reusable(one, member.rank)}
         self._watches = shared_watch.reusable(member)
-        self.start_watch.hear(self._watches.values())
+        self.start_watch.hear(shared_watch.over_same_ranks(member))
         dedicated_group.forget_destroyed_groups()
         mine = Announcement(
             host=host,

@@ -39,6 +39,12 @@ def reusable(member: Membership) -> dict[str, Watch]:
     return {name: one for name, one in _watches.items() if name.startswith(key) and one.is_reusable_by(member.rank)}
 
 
+def over_same_ranks(member: Membership) -> list[Watch]:
+    """Also those of which a rank is lost already: they know why."""
+    key = _key(member)
+    return [one for name, one in _watches.items() if name.startswith(key) and one.rank == member.rank]
+
+
 def join(
     member: Membership,
     store: Store,

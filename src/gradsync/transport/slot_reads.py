@@ -29,7 +29,7 @@ class SlotReads:
     def reading_all(self) -> Iterator[None]:
         """Inside, all slots may be read, as they were when their ranks called this; then they may be overwritten."""
         self._show()
-        self._host.wait_for_word(self._control, Word.SHOWN, self._latest, "a slot to gather")
+        self._host.wait_for_word(self._control, Word.SHOWN, self._latest, "what each rank says of itself")
         yield
         self._publish(Word.READ)
         self.await_readers()
@@ -39,7 +39,9 @@ class SlotReads:
         """Inside, the slot of rank `source` may be read; that rank may write to it again after `await_readers`."""
         self._show()
         self._host.wait(
-            lambda: self._control.of_all(Word.SHOWN)[source] >= self._latest, lambda: [source], "a slot to copy"
+            lambda: self._control.of_all(Word.SHOWN)[source] >= self._latest,
+            lambda: [source],
+            "a copy of what another rank has",
         )
         yield
         self._publish(Word.READ)

@@ -50,6 +50,7 @@ _CHECK_SECONDS = 0.05
 _TAG = 0x67720001
 _SHOWN = 600  # characters of another rank's error
 _GONE = "is gone: its process ended. Its own output says why"
+_ENDED = "came to the end of its script, and did not make this one"
 _VANISHED = "does not answer any more: its host is down, or the network is"
 
 
@@ -63,7 +64,7 @@ class StartWatch:
         """
         self._rank, self._size = rank, size
         self._store, self._key = store, f"gradsync/start/{number}/failure"
-        self._next_check = self._known_since = 0.0
+        self._next_check = self._known_since = self._neighbor_lost_since = 0.0
         self._has_heard = False
         self._watches: list[Watch] = []
         self._neighbor = _Neighbor(gloo, keepalive)
@@ -97,7 +98,7 @@ class StartWatch:
             raise error if isinstance(error, ReplicaLostError) else self.without_store(error) from None
 
     def _look(self, now: float) -> None:
-        if (lost := self._neighbor.lost or self._lost_by_watch()) is not None:
+        if (lost := self._lost_by_watch() or self._lost_neighbor(now)) is not None:
             self._report(lost)
         if not self._store.check([self._key]):
             return
@@ -134,7 +135,7 @@ class StartWatch:
         try:
             yield
         except ReplicaLostError as error:
-            mine = _Failure(error.ranks[0], _what_happened(error)) if error.ranks else None
+            mine = self._failure_of(error)
             failure = None
             with contextlib.suppress(RuntimeError):
                 failure = self._reported() if mine is None else self._report(mine)
@@ -148,15 +149,29 @@ class StartWatch:
                 self._report(_Failure(self._rank, why[:_SHOWN]))
             raise
 
+    def _failure_of(self, error: ReplicaLostError) -> _Failure | None:
+        if not error.ranks:
+            return None
+        known = self._lost_by_watch()
+        return known if known and known.rank in error.ranks else _Failure(error.ranks[0], _what_happened(error))
+
+    def _lost_neighbor(self, now: float) -> _Failure | None:
+        """Of a watch, news may be on their way, which say more."""
+        if (lost := self._neighbor.lost) is None or not self._watches:
+            return lost
+        ended = {notice.rank for watch in self._watches for notice in watch.ended() if notice.how is How.ENDED}
+        if lost.rank in ended:
+            return _Failure(lost.rank, _ENDED)
+        self._neighbor_lost_since = self._neighbor_lost_since or now
+        return lost if now - self._neighbor_lost_since > GRACE else None
+
     def _lost_by_watch(self) -> _Failure | None:
         lost = next((watch.lost for watch in self._watches if watch.lost is not None), None)
         if lost is None:
             return None
         if lost.because:
             return _Failure(lost.because[0], f"is lost, as rank {lost.rank} has found: {lost.why}"[:_SHOWN])
-        if lost.why:
-            return _Failure(lost.rank, f"raised {lost.why}"[:_SHOWN])
-        return _Failure(lost.rank, _VANISHED if lost.how is How.UNREACHABLE else _GONE)
+        return _Failure(lost.rank, lost._replace(why=lost.why[:_SHOWN]).told().rstrip())
 
     def without_store(self, error: RuntimeError) -> ReplicaLostError:
         """What to raise when a request to the store has failed: if there is a watch, it knows why in a moment."""
@@ -194,8 +209,9 @@ class _Failure(NamedTuple):
 
     def error(self, rank: int) -> ReplicaLostError:
         """What rank `rank` raises for it."""
+        end = "\n" if "\n" in self.what else " " if self.what.endswith(".") else ". "
         return ReplicaLostError(
-            f"rank {rank}: while the ranks were making a replica, rank {self.rank} {self.what}. Start the job again "
+            f"rank {rank}: while the ranks were making a replica, rank {self.rank} {self.what}{end}Start the job again "
             "when that is cured.",
             [self.rank],
         )

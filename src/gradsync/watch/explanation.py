@@ -5,27 +5,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gradsync.watch.notice import How, Notice
+from gradsync.watch.position import Position
 from gradsync.watch.report import Row
 
-_C10D = "distributed_c10d.py"
+_C10D, _NO_COLLECTIVE = "distributed_c10d.py", "_distributed_excepthook"  # shows an exception
 _SHOWN = 6  # ranks
 
 
 def culprits(rows: Sequence[Row]) -> list[int]:
-    """The ranks that the others wait for: those that don't answer, or wait for nobody; else those of another bucket."""
+    """The ranks that the others wait for: those that don't answer, or wait for nobody; else those of another bucket,
+    if they are fewer than others.
+    """
     idle = [row.rank for row in rows if row.at is None or not row.at.awaits]
     if idle:
         return sorted(idle)
-    by_place: dict[str, list[int]] = {}
+    by_place: dict[object, list[int]] = {}
     for row in rows:
-        by_place.setdefault(str(row.at), []).append(row.rank)
-    fewest = min(by_place.values(), key=len, default=[])
-    return sorted(fewest) if len(by_place) > 1 else []
+        if row.at is not None:
+            by_place.setdefault((row.at.phase, row.at.serial, row.at.round, row.at.awaits), []).append(row.rank)
+    fewest = min(map(len, by_place.values()), default=0)
+    return sorted(r for ranks in by_place.values() if len(ranks) == fewest for r in ranks) if len(by_place) > 1 else []
 
 
 def explain(rows: Sequence[Row], ended: Sequence[Notice] = ()) -> str:
     """A line for each rank that keeps others waiting, with its stack, and what to make of it."""
     lines = []
+    rows = _tell_modules_apart(rows)
     blamed = set(culprits(rows))
     for row in [row for row in rows if row.rank in blamed][:_SHOWN]:
         lines.append(f"rank {row.rank} {_doing(row)}")
@@ -37,11 +42,33 @@ def explain(rows: Sequence[Row], ended: Sequence[Notice] = ()) -> str:
     waiting = [row for row in rows if row.at is not None and row.at.awaits and row.rank not in blamed]
     for row in waiting[: _SHOWN - len(blamed)]:
         lines.append(f"rank {row.rank} is {row.at}")
-    if waiting and blamed and all(row.at is not None and row.at.awaits for row in rows):
-        lines.append(
-            "The ranks wait for different buckets: their backwards took different ways, or came in another order."
-        )
+    places = [row.at for row in rows if row.at is not None and row.at.awaits]
+    if blamed and len(places) == len(rows):
+        lines.append(_different(places))
     return "\n".join(lines)
+
+
+def _different(places: Sequence[Position]) -> str:
+    """All ranks wait, and not for the same."""
+    if len({at.serial for at in places}) == 1:
+        return "The ranks wait for different buckets: their backwards took different ways, or came in another order."
+    return (
+        "The ranks are in rounds of different replicated modules: the backwards of some reached one, those of others "
+        "another one, or both in another order. Let the loss of each rank reach all of them (add what a rank leaves "
+        "out, times 0), or replicate one module that contains them."
+    )
+
+
+def _tell_modules_apart(rows: Sequence[Row]) -> Sequence[Row]:
+    """Several of one name get a number."""
+    serials = {(row.at.module, row.at.serial) for row in rows if row.at is not None}
+    names = [name for name, _ in serials]
+    return [
+        row._replace(at=row.at._replace(module=f"{row.at.module} (replicated module {row.at.serial})"))
+        if row.at is not None and row.at.module and names.count(row.at.module) > 1
+        else row
+        for row in rows
+    ]
 
 
 def _doing(row: Row) -> str:
@@ -54,7 +81,7 @@ def _doing(row: Row) -> str:
     if row.at.awaits:
         return f"is {row.at}"
     for line in reversed(row.stack):
-        if _C10D in line:
+        if _C10D in line and not line.endswith(_NO_COLLECTIVE):
             return f"has been in another collective, {line.rpartition(' in ')[2]}(), for {row.at.since:.0f} s{where}:"
     return f"has been {row.at} for {row.at.since:.0f} s{where}:"
 

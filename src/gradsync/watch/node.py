@@ -124,6 +124,15 @@ class Node:
         while time.monotonic() < deadline and any(one.has_more_to_send for one in list(self._channels.values())):
             time.sleep(0.01)
 
+    def announce(self, notice: Notice) -> None:
+        """News of this rank, which lives on: it comes back to all, in the order that rank 0 gives to news."""
+        self._do(lambda: self._tell(notice, from_above=False))
+
+    @property
+    def first_loss(self) -> Notice | None:
+        """In the order in which all ranks hear of them; it may be that of this rank itself."""
+        return next((notice for notice in self.notices if notice.how.is_loss), None)
+
     def end(self) -> None:
         """Closes all connections."""
         if self.is_running:

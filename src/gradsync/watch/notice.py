@@ -10,6 +10,7 @@ from gradsync.watch.position import Position
 from gradsync.watch.wire import Message
 
 MOST_TEXT = 6000  # characters of another rank's error
+BY_EXIT = "sys.exit"  # how a script ended, if not at its end
 
 
 class How(Enum):
@@ -29,7 +30,7 @@ class Notice(NamedTuple):
     rank: int
     how: How
     why: str = ""
-    """Its exception, if it raised; what it has to say, if it gave up."""
+    """Its exception, if it raised; what it has to say, if it gave up; `BY_EXIT`, if it ended so."""
     lines: tuple[str, ...] = ()
     """The end of that one's traceback."""
     because: tuple[int, ...] = ()
@@ -67,24 +68,25 @@ class Notice(NamedTuple):
         """What rank `rank` raises for it."""
         if self.how is How.GAVE_UP:
             return RoundTimeoutError(f"rank {rank}: {self.why}", self.because)
+        raised = self.how is How.RAISED
+        begin = "Cure that, then start" if raised else "Start"
+        return ReplicaLostError(
+            f"rank {rank}: rank {self.rank} {self.told()}{begin} the job again from the last checkpoint (torchrun "
+            "--max-restarts does).",
+            (raised and self.because) or (self.rank,),
+        )
+
+    def told(self) -> str:
+        """What happened to the rank, and where it was; what to do about it may follow."""
         if self.how is How.RAISED:
             where = "" if self.at is None else f" It was {self.at}."
             ends = "".join(f"\n  {line}" for line in self.lines)
-            what = f"raised {self.why}{'' if self.why.endswith('.') else '.'}"
             tail = f" Its traceback ends:{ends}\n" if ends else " "
-            cure = "Cure that, then start the job again from the last checkpoint (torchrun --max-restarts does)."
-            ranks = self.because or (self.rank,)
-            return ReplicaLostError(f"rank {rank}: rank {self.rank} {what}{where}{tail}{cure}", ranks)
+            return f"raised {self.why}{'' if self.why.endswith('.') else '.'}{where}{tail}"
         where = "" if self.at is None else f" It was last seen {self.at}, {self.at.since:.1f} s before that."
         if self.how is How.UNREACHABLE:
-            what = "does not answer any more: its host is down, or the network is."
-        else:
-            what = (
-                "is gone: its process ended without a word (killed, by the kernel for want of memory perhaps, or by "
-                "os._exit). Its own output, and the kernel's log, say more."
-            )
-        return ReplicaLostError(
-            f"rank {rank}: rank {self.rank} {what}{where} Start the job again from the last checkpoint (torchrun "
-            "--max-restarts does).",
-            [self.rank],
+            return f"does not answer any more: its host is down, or the network is.{where} "
+        return (
+            "is gone: its process ended without a word (killed, by the kernel for want of memory perhaps, or by "
+            f"os._exit). Its own output, and the kernel's log, say more.{where} "
         )

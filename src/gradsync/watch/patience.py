@@ -9,7 +9,7 @@ from gradsync import log
 from gradsync.errors import ReplicaLostError, RoundTimeoutError
 from gradsync.watch import settings
 from gradsync.watch.explanation import culprits, explain
-from gradsync.watch.notice import How, Notice
+from gradsync.watch.notice import BY_EXIT, How, Notice
 from gradsync.watch.position import here
 from gradsync.watch.report import Row
 from gradsync.watch.watch import Question, Watch
@@ -69,8 +69,8 @@ class Patience:
             "init_process_group a longer timeout."
         )
         blamed = culprits(self._rows) or sorted(awaited)
-        self._watch.give_up(text, blamed)
-        return RoundTimeoutError(text, blamed)
+        first = self._watch.give_up(text, blamed)
+        return RoundTimeoutError(text, blamed) if first.rank == self._watch.rank else first.error(self._watch.rank)
 
     def _text(self) -> str:
         why = explain(self._rows, self._watch.ended()) or "Nobody says where the other ranks are."
@@ -119,6 +119,12 @@ def _error(watch: Watch, notice: Notice) -> Exception:
         what = "ended its training"
         cure = "Give all ranks equally many batches, or use gradsync.uneven(loader, model)."
     after = f"after round {rounds - 1}" if rounds else "before its first round"
+    if notice.why == BY_EXIT:
+        after += ", by sys.exit"
+        cure = (
+            f"If that was because of an error, rank {notice.rank}'s own output says so: Python does not tell with "
+            f"which code. If not, {cure[0].lower()}{cure[1:]}"
+        )
     if not at.module:
         here_is = "waits for it"
     elif rounds > at.round:

@@ -69,12 +69,19 @@ class Here:
     def __init__(self) -> None:
         self.now = Position(since=time.monotonic())
         self.thread = threading.main_thread().ident
+        self.trains_elsewhere = False
+        """Whether another thread has trained."""
         self.rounds: dict[int, int] = {}
         """How many rounds each replicated module has closed, by its serial number."""
         self._wait, self._waits_since = "", 0.0
 
     def enter(self, phase: str, module: str, serial: int, number: int, awaits: object = "") -> None:
         self.now = Position(phase, module, serial, number, awaits, time.monotonic())
+
+    def forward_begins(self) -> None:
+        """Of a replica, in this thread."""
+        if threading.get_ident() != self.thread:
+            self.trains_elsewhere = True
 
     def round_closed(self, module: str, serial: int, number: int) -> None:
         self.rounds[serial] = number + 1

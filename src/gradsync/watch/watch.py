@@ -21,6 +21,8 @@ from gradsync.watch.waits import Block, Heard
 CONNECT_SECONDS = 10.0
 # An answer takes that of the slowest rank, and the way.
 _REPORT_SECONDS = ANSWER_SECONDS + 1.0
+# How long news may take to rank 0 and back.
+_ORDER_SECONDS = 1.0
 _log = log.logger()
 
 
@@ -105,10 +107,19 @@ class Watch:
                 node.news.wait(0.05)
         return rows
 
-    def give_up(self, why: str, blamed: Sequence[int]) -> None:
-        """This rank has waited too long for those ranks, and raises; the others do so too."""
-        at = here.now.aged()
-        self._node.say(Notice(self.rank, How.GAVE_UP, why, because=tuple(blamed), at=at), last_words.SECONDS)
+    def give_up(self, why: str, blamed: Sequence[int]) -> Notice:
+        """This rank has waited too long for those ranks, and raises; the others do so too.
+
+        Several may give up at the same moment: gives the news that all ranks hear first, which may be another one's.
+        """
+        node, mine = self._node, Notice(self.rank, How.GAVE_UP, why, because=tuple(blamed), at=here.now.aged())
+        node.announce(mine)
+        with node.news:
+            node.news.wait_for(lambda: node.first_loss is not None, _ORDER_SECONDS)
+        if (first := node.first_loss) is not None:
+            return first
+        node.say(mine, last_words.SECONDS)  # who would have passed it on does not answer
+        return mine
 
     def tell_waits(self, make_block: Callable[[], Block]) -> None:
         """Brings it to rank 0 within a second or so, unless there is no way up. Wakes nobody: training goes on."""
