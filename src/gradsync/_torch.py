@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,9 @@ A nested backward (reentrant checkpointing) has an id of its own.
 
 profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 """Whether a profiler of torch's takes down what this thread does (2.13; 40 ns)."""
+
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def current_node() -> Node | None:
@@ -98,6 +101,15 @@ def splits_backward() -> bool:
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False
+
+
+def outside_of_graphs(function: F) -> F:
+    """What torch.compile neither traces nor looks into: as `torch.compiler.disable`, which imports dynamo (seconds)."""
+    frames = torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+    vars(function)["_torchdynamo_disable"] = True
+    return function
 
 
 def leave_to_python() -> None:

@@ -12,12 +12,14 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import multiprocessing.context
 import sys
 import threading
 from abc import ABCMeta
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import ModuleType
+from multiprocessing.reduction import ForkingPickler
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -37,6 +39,7 @@ _DDP, _REPLICATE, _SHARDED = (
     "torch.distributed._composable.replicate",
     "torch.distributed._composable.replicate_with_fsdp",  # takes seconds to import: replaced when somebody does
 )
+_SPAWNED = "__mp_main__"  # what the main module is called in a process that `multiprocessing` has spawned
 TorchDistributedDataParallel = nn.parallel.DistributedDataParallel
 """torch's own class, also while another one is in its place."""
 
@@ -114,19 +117,6 @@ def _whole_world() -> Any:
 
 
 @dataclass(frozen=True)
-class Name:
-    """One name in one module, and what it stood for."""
-
-    module: ModuleType
-    name: str
-    torchs: object
-    ours: object
-
-    def __str__(self) -> str:
-        return f"{self.module.__name__}.{self.name}"
-
-
-@dataclass(frozen=True)
 class Installed:
     """What `install()` has done so far."""
 
@@ -149,7 +139,7 @@ class _Dropin:
         self.lock = threading.RLock()
         self.installed = False
         self.stand_ins: dict[int, tuple[object, object]] = {}  # by the id of torch's, which is kept alive beside
-        self.names: list[Name] = []
+        self.names: list[str] = []  # as `module.name`
         self.finder = _Finder(self)
 
     def install(self) -> None:
@@ -163,6 +153,8 @@ class _Dropin:
         else:
             sys.meta_path.insert(0, self.finder)
         self.replace(sys.modules)
+        for kind in _PICKLED:
+            ForkingPickler.register(kind, _pass_on)
 
     def uninstall(self) -> None:
         """Names bound since then are found, too: what stands in is used for nothing else."""
@@ -170,9 +162,9 @@ class _Dropin:
         if self.finder in sys.meta_path:
             sys.meta_path.remove(self.finder)
         torchs = {id(ours): original for original, ours in self.stand_ins.values()}
-        for module, name, value in _names_in(sys.modules):
+        for _, namespace, name, value in _names_in(sys.modules):
             if id(value) in torchs:
-                vars(module)[name] = torchs[id(value)]
+                namespace[name] = torchs[id(value)]
         self.stand_ins, self.names = {}, []
 
     def learn(self, name: str) -> None:
@@ -192,18 +184,17 @@ class _Dropin:
         self.stand_ins |= {id(torchs): (torchs, ours) for torchs, ours in pairs}
 
     def replace(self, modules: Mapping[str, ModuleType]) -> None:
-        for module, name, value in _names_in(modules):
+        for module, namespace, name, value in _names_in(modules):
             if id(value) in self.stand_ins:
-                torchs, ours = self.stand_ins[id(value)]
-                vars(module)[name] = ours
-                self.names.append(Name(module, name, torchs, ours))
+                _, namespace[name] = self.stand_ins[id(value)]
+                self.names.append(f"{module}.{name}")
 
     def result(self) -> Installed:
         kinds = _derived_from(TorchDistributedDataParallel)
         left = sorted(
             f"{kind.__module__}.{kind.__qualname__}" for kind in kinds if kind.__module__ != nn.parallel.__name__
         )
-        return Installed(tuple(sorted(map(str, self.names))), tuple(left))
+        return Installed(tuple(sorted(set(self.names))), tuple(left))
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -245,12 +236,42 @@ class _Loader(importlib.abc.Loader):
                 self._dropin.replace({module.__name__: module})
 
 
-def _names_in(modules: Mapping[str, ModuleType]) -> Iterator[tuple[ModuleType, str, object]]:
+# How `multiprocessing` hands a process that it does not fork to the new interpreter.
+_PICKLED = (
+    multiprocessing.context.Process,
+    multiprocessing.context.SpawnProcess,
+    multiprocessing.context.ForkServerProcess,
+)
+
+
+def _pass_on(process: Any) -> Any:
+    """Ranks that are spawned (`mp.spawn`) would train on torch's engine otherwise: a new interpreter knows nothing."""
+    return (_begin, (type(process),), vars(process)) if _dropin.installed else process.__reduce_ex__(2)
+
+
+def _begin(kind: type) -> object:
+    """In that one, when the main module has been imported, and before what it is to run."""
+    install()
+    return object.__new__(kind)
+
+
+def _names_in(modules: Mapping[str, ModuleType]) -> Iterator[tuple[str, dict[str, Any], str, object]]:
     """All global names of these modules but ours, as they are now: others may be imported meanwhile."""
     for key, module in list(modules.items()):
         if isinstance(module, ModuleType) and key.partition(".")[0] != "gradsync":
-            for name, value in list(vars(module).items()):
-                yield module, name, value
+            hidden = _globals_of_spawned(module) if key == _SPAWNED else {}
+            for namespace in (vars(module), hidden):
+                for name, value in list(namespace.items()):
+                    yield module.__name__, namespace, name, value
+
+
+def _globals_of_spawned(main: ModuleType) -> dict[str, Any]:
+    """`multiprocessing` runs the main module elsewhere and copies its names; functions look there (3.10 to 3.13)."""
+    for value in list(vars(main).values()):
+        for one in vars(value).values() if isinstance(value, type) else (value,):
+            if isinstance(one, FunctionType) and one.__globals__.get("__name__") == _SPAWNED:
+                return one.__globals__
+    return {}
 
 
 def _derived_from(kind: type) -> Iterator[type]:
@@ -269,6 +290,7 @@ def install() -> Installed:
     Call it before models are made, the earlier the better. Found are global names of all modules, those imported
     before and those imported later. Not found is what has them elsewhere: in a variable of a function, a default
     argument, a dictionary, an attribute of a class; nor classes derived from torch's before: see `Installed.left`.
+    Processes that this one starts by `multiprocessing` (`mp.spawn`) have it, too.
     Once installed, another call changes nothing but names that were bound to torch's meanwhile.
     """
     with _dropin.lock:

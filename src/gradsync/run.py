@@ -14,6 +14,7 @@ import io
 import os
 import pkgutil
 import runpy
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,7 +23,10 @@ from typing import Any, NoReturn
 
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
+
+from gradsync import log
+from gradsync.watch import position
 
 EPILOG = """\
 examples:
@@ -40,7 +44,8 @@ are gradsync's before the script begins; gradsync.dropin.install() does the same
 BOOT = """\
 import sys
 if not getattr(sys.flags, "safe_path", False): del sys.path[0]
-from gradsync.run import as_rank
+try: from gradsync.run import as_rank
+except KeyboardInterrupt: sys.exit(130)
 as_rank(sys.argv[1:])
 """
 # What a rank is told of its program. Before the program's name all words begin with a dash: torchrun calls the run by
@@ -88,9 +93,15 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m gradsync
         _run(_for_torchrun(options))
     except (ValueError, AssertionError) as error:  # of torchrun's, for options that don't go together
         reader.error(str(error).strip().splitlines()[0])
+    except ChildFailedError as failed:  # the ranks have shown where; how torchrun called itself tells nothing
+        sys.stderr.write(f"{prog}: {str(failed).strip()}\n")
+        sys.exit(1)
     except SignalException as stopped:  # Ctrl-C: torchrun has ended the ranks
         sys.stderr.write(f"{prog}: stopped by {stopped.sigval.name}; all ranks have ended\n")
         sys.exit(128 + stopped.sigval)
+    except KeyboardInterrupt:  # before there were any
+        sys.stderr.write(f"{prog}: stopped by SIGINT; no rank had been started\n")
+        sys.exit(128 + signal.SIGINT)
 
 
 def _for_torchrun(options: argparse.Namespace) -> argparse.Namespace:
@@ -228,10 +239,14 @@ def _clear_main() -> ModuleType:
 
 
 def _show_without_us() -> None:
-    """The traceback, should Python show one, begins in the script."""
+    """The traceback, should Python show one, begins in the script. Ctrl-C is one line for each rank."""
     show = sys.excepthook
 
     def shorter(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if issubclass(kind, KeyboardInterrupt):
+            place = position.user_line_of(error)
+            sys.stderr.write(f"gradsync run: rank {log.rank()} was interrupted{place and f' at {place}'}\n")
+            return
         while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, "<string>"):
             trace = trace.tb_next
         show(kind, error.with_traceback(trace), trace)

@@ -38,7 +38,7 @@ MAY_IMPORT = {
     "ddp": {"engine", "contract", "groups", "joinable", "replica", "transport", "ddp_private"},
     "dropin": {"contract", "ddp", "groups", "replica", "replicate"},
     "tracing": {"engine", "observe", "replica", "transport"},
-    "run": {"dropin", "tracing"},
+    "run": {"dropin", "log", "tracing", "watch"},
     "integrations": {"ddp"},
     "cli": {"gradsync"},
     "__main__": {"cli"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import zipfile
@@ -147,6 +148,24 @@ def test_a_script_that_ends_before_is_said(tmp_path: Path) -> None:
     said = "gradsync run: no trace: the script ended after round 3, and rounds 20 to 24 were to be traced"
     assert done.stderr.splitlines().count(said) == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_a_rank_that_fails_is_told_of_without_the_launchers_own_calls(tmp_path: Path) -> None:
+    (tmp_path / "fail.py").write_text("raise ValueError('broken')\n")
+    done = run(*LAUNCH, "--ranks", "1", "fail.py", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "Root Cause" in done.stderr
+    assert done.stderr.count("ValueError: broken") == 1
+    assert "ChildFailedError" not in done.stderr
+    assert done.stderr.count("Traceback (most recent call last)") == 1, done.stderr
+
+
+def test_an_interrupted_rank_says_where_it_was_in_one_line(tmp_path: Path) -> None:
+    text = "import signal\ndef step():\n    sorted([1, 2], key=lambda _: signal.raise_signal(signal.SIGINT))\nstep()\n"
+    (tmp_path / "script.py").write_text(text)
+    rank = run(sys.executable, f"-c{BOOT}", SCRIPT, "script.py", cwd=tmp_path, RANK="1")
+    assert rank.returncode == -signal.SIGINT
+    assert rank.stderr == "gradsync run: rank 1 was interrupted at script.py:3 in <lambda>\n"
 
 
 SYNTAX, EXIT = "x = = 3\n", "import sys\nsys.exit(7)\n"

@@ -94,10 +94,7 @@ TABLE = [
 WAIT = """\
 import os, time
 open(os.path.dirname(__file__) + "/here" + os.environ["RANK"], "w").close()
-try:
-    time.sleep(600)
-except KeyboardInterrupt:  # torchrun passes it on
-    pass
+time.sleep(600)  # torchrun passes the signal on
 """
 each = pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
 
@@ -327,3 +324,15 @@ def test_completion_in_a_shell() -> None:
 def test_version(module: str) -> None:
     done = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == (f"gradsync {__version__}\n", "")
+
+
+QUICK = """
+import sys
+from gradsync.cli.app import app
+assert not {"matplotlib", "torch._dynamo"} & sys.modules.keys()
+"""
+
+
+def test_commands_begin_quickly() -> None:
+    """Each Tab of a completion waits for this."""
+    subprocess.run([sys.executable, "-c", QUICK], check=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -100,6 +101,19 @@ def test_torchs_python_reducer_makes_no_difference(front: str) -> None:
             module.zero_grad()
             replica(batch(dist.get_rank())).square().mean().backward()
             assert_mean_gradients(module)
+
+
+@FRONTS
+@on_ranks(2, limit=100)
+def test_nothing_of_ours_is_traced(front: str) -> None:
+    """It would take longer, and dynamo warns of calls that it does not know."""
+    module = model()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        replica: Any = torch.compile(make(front, module), backend=BACKEND)
+        replica(batch(dist.get_rank())).square().mean().backward()
+    assert_mean_gradients(module)
+    assert not [str(one.message) for one in told if "Dynamo does not know how to trace" in str(one.message)]
 
 
 # --- what the statistics tell ----------------------------------------------------------------------------

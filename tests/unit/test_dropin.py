@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -197,3 +198,40 @@ def test_torchs_own_can_still_be_had() -> None:
     dropin.install()
     assert dropin.TorchDistributedDataParallel is TORCHS[0]
     assert torch.nn.parallel.DistributedDataParallel is not TORCHS[0]
+
+
+SPAWNING = """
+import multiprocessing, sys
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+def seen():
+    from torch.nn.parallel import DistributedDataParallel as Inside
+    assert DDP is Inside
+    print(DDP.__module__, flush=True)
+
+if __name__ == "__main__":
+    from gradsync import dropin
+    def start(kind):
+        process = kind(target=seen)
+        process.start()
+        process.join()
+        assert process.exitcode == 0
+    dropin.install()
+    if sys.argv[1] == "forkserver":
+        multiprocessing.set_start_method("forkserver", force=True)
+        start(multiprocessing.Process)
+    else:
+        start(multiprocessing.get_context("spawn").Process)
+        dropin.uninstall()
+        start(multiprocessing.get_context("spawn").Process)
+"""
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_processes_that_are_spawned(tmp_path: Path, method: str) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SPAWNING)
+    done = subprocess.run([sys.executable, str(script), method], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    taken_back = ["torch.nn.parallel.distributed"] if method == "spawn" else []
+    assert done.stdout.splitlines() == ["gradsync.dropin", *taken_back]

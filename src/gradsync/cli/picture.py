@@ -6,9 +6,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, PercentFormatter
-
 from gradsync.cli.display import count
 from gradsync.cli.history import History, waiting_share
 
@@ -22,6 +19,8 @@ WAITING = "#0d9488"
 
 def draw(history: History, *, parameters: int, path: Path) -> None:
     """Without pyplot: no global state, no window, whatever backend the user has set."""
+    from matplotlib.figure import Figure  # no other command needs it, and it takes as long as all else but torch
+
     figure = Figure(figsize=(9, 5.6), dpi=150, layout="constrained")
     loss, waiting = figure.subplots(2, 1, sharex=True, height_ratios=[4, 1])
     _draw_loss(loss, history)
@@ -58,6 +57,8 @@ def _draw_loss(axes: Any, history: History) -> None:
 
 def _draw_waiting(axes: Any, history: History) -> None:
     """One bar for each step would be noise: the share over 60 equal parts of the run."""
+    from matplotlib.ticker import MaxNLocator, PercentFormatter
+
     parts = min(60, len(history.steps))
     bounds = [len(history.steps) * i // parts for i in range(parts + 1)]
     shares = [waiting_share(history.steps[a:b]) for a, b in pairwise(bounds)]

@@ -100,6 +100,7 @@ class TrainingStep:
 
     # --- forward, as the fronts drive it --------------------------------------------------------------
 
+    @_torch.outside_of_graphs
     def before_forward(self, inputs: object = ()) -> None:
         if self._superseded:  # by another wrapper of the same module; now it is our turn again
             self._claim()
@@ -144,6 +145,7 @@ class TrainingStep:
             (args, *_), (kwargs, *_) = _torch.to_kwargs(args, kwargs, self._input_device)
         return self.policy.cast_inputs(args, kwargs)
 
+    @_torch.outside_of_graphs
     def after_forward(self, output: object) -> None:
         """Puts a hook on the outputs: backward passes it first, in the outermost backward."""
         _torch.leave_to_python()
@@ -155,6 +157,7 @@ class TrainingStep:
         finally:
             self.end_forward(hooked)
 
+    @_torch.outside_of_graphs
     def end_forward(self, backward_follows: bool = False) -> None:
         """The same for a forward that has raised."""
         self.stopwatch.forward_ended()

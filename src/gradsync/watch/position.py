@@ -122,9 +122,18 @@ def _lines(frames: Iterable[tuple[FrameType, int]]) -> list[str]:
 def user_line() -> str:
     """The innermost line of the user's own code that the training thread is in."""
     frame: FrameType | None = sys._current_frames().get(here.thread or 0)
-    while frame is not None:
+    return _innermost(traceback.walk_stack(frame)) if frame is not None else ""
+
+
+def user_line_of(error: BaseException) -> str:
+    """The same of where an exception was raised."""
+    return _innermost(reversed(list(traceback.walk_tb(error.__traceback__))))
+
+
+def _innermost(frames: Iterable[tuple[FrameType, int]]) -> str:
+    """Of calls, the latest first: that of the user's own code."""
+    for frame, line in frames:
         file = frame.f_code.co_filename
         if not file.startswith((*_LIBRARIES, _OURS, "<")):
-            return f"{file.rsplit('/', 1)[-1]}:{frame.f_lineno} in {frame.f_code.co_name}"
-        frame = frame.f_back
+            return f"{file.rsplit('/', 1)[-1]}:{line} in {frame.f_code.co_name}"
     return ""
