@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 
 import gradsync
@@ -75,6 +74,8 @@ def _usual(wrapped: contenders.Contender, module: nn.Module, kind: OptimizerKind
 
 def _zero(module: nn.Module, kind: OptimizerKind) -> Training:
     """As fast as its options make it: parameters travel in one piece a rank."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # takes a second
+
     wrapper = contenders.TORCH_BEST.wrap(module).module
     optimizer = ZeroRedundancyOptimizer(
         wrapper.parameters(), optimizer_class=kind.make_class, parameters_as_bucket_view=True, **kind.options
