@@ -1,6 +1,6 @@
 """The picture in docs/one_model_a_host.md and the tables of docs/performance.md, from published_sharing.json.
 
-`python -m benchmarks.published_sharing` draws it again, and prints the tables. With the file of a run, as that of
+`python -m benchmarks.published_sharing` draws it again, and writes the tables into that page. With the file of a run of
 `python -m benchmarks sharing`, and a sentence on where and when it was, it takes over the figures first.
 """
 
@@ -17,6 +17,7 @@ from benchmarks import sharing_picture
 from benchmarks.models import model
 from benchmarks.ratios import geometric_mean
 from benchmarks.sharing_contenders import (
+    ALL,
     IN_BACKWARD,
     MPI_REDUCER,
     NO_COMMUNICATION,
@@ -34,6 +35,8 @@ from gradsync.cli.display import count
 
 FIGURES = Path(__file__).with_name("published_sharing.json")
 PICTURE = Path(__file__).parents[1] / "docs" / "sharing.svg"
+PAGE = PICTURE.with_name("performance.md")
+BEGIN, END = "<!-- tables of published_sharing.json -->", "<!-- end of them -->"  # in the page
 TITLE = "Time of a training step with its optimizer; 1 = without communication. Lower is better."
 COLORS = {
     TORCH.name: "#9aa5b1",
@@ -69,7 +72,7 @@ def panels_of(result: SharingResult) -> list[Panel]:
 
 def _panel(races: Sequence[SharingRace]) -> Panel:
     plain = NO_COMMUNICATION.key
-    keys = [key for key in dict.fromkeys(key for race in races for key in race.measured) if key != plain]
+    keys = [one.key for one in ALL if one.key != plain and any(one.key in race.measured for race in races)]
     found = {key: [race.ratio(key, plain) for race in races] for key in keys}
     return Panel(
         title=f"{optimizer_kind(races[0].optimizer).name}, {count(races[0].ranks, 'rank')}",
@@ -118,6 +121,13 @@ def tables(published: Published) -> Iterator[str]:
         )
 
 
+def with_tables(page: str, published: Published) -> str:
+    """With those of these figures in the place of others."""
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return "\n\n".join([f"{before}{BEGIN}", *tables(published), f"{END}{after}"])
+
+
 def _mean(ratios: Sequence[float | None]) -> float | None:
     known = [ratio for ratio in ratios if ratio is not None]
     return geometric_mean(known) if len(known) == len(ratios) else None
@@ -143,4 +153,5 @@ if __name__ == "__main__":
         file, where = sys.argv[1:]
         write(from_result(json.loads(Path(file).read_text(encoding="utf-8")), where))
     draw(read(), PICTURE)
-    sys.stdout.write("\n\n".join(tables(read())) + "\n")
+    page = with_tables(PAGE.read_text(encoding="utf-8"), read())
+    PAGE.write_text(page, encoding="utf-8")
