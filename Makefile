@@ -28,8 +28,9 @@ check: $(VENV)/.test ## ruff and mypy only
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(VENV)/.bench ## speed, bandwidth, memory and the engine's own cost, against torch's and MPI (about 30 min)
+bench: $(VENV)/.bench ## speed, bandwidth, memory and the engine's own cost, against torch's and MPI (about an hour)
 	$(BIN)/python -m benchmarks step
+	$(BIN)/python -m benchmarks sharing
 	-$(BIN)/python -m benchmarks hosts  # needs root, for network namespaces
 	$(BIN)/python -m benchmarks bandwidth
 	$(BIN)/python -m benchmarks footprint

@@ -9,6 +9,7 @@ from benchmarks.engine import engine
 from benchmarks.footprint import footprint
 from benchmarks.hosts import hosts
 from benchmarks.records import records
+from benchmarks.sharing import sharing
 from benchmarks.step import step
 from benchmarks.watch import watch
 from gradsync.cli.style import add, make_app
@@ -16,6 +17,7 @@ from gradsync.cli.style import add, make_app
 PROGRAM = "python -m benchmarks"
 EXAMPLES: dict[Callable[..., None], tuple[str, ...]] = {
     step: ("step --quick", "step --ranks 2 --models gpt,mlp --contenders shared_memory --json gpt.json"),
+    sharing: ("sharing --quick", "sharing --ranks 2 --optimizers adamw --models mlp --width 0 --json mlp.json"),
     hosts: ("hosts --ranks 2 --rates 1gbit", "hosts --hosts 3 --models mlp,gpt --repetitions 3"),
     bandwidth: ("bandwidth", "bandwidth --ranks 4 --sizes 1,32 --json"),
     footprint: ("footprint", "footprint --width 0 --repetitions 3"),

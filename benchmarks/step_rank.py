@@ -7,24 +7,23 @@ A step is what a user waits for: zero_grad, forward, backward with its synchroni
 
 from __future__ import annotations
 
-import gc
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.agreement import Difference, difference, worst
+from benchmarks import field
+from benchmarks.agreement import Difference, difference
 from benchmarks.contenders import PLAIN, TORCH, Contender, contender
 from benchmarks.job import Told
 from benchmarks.models import Batch, Model, model
-from benchmarks.orders import balanced_orders
-from benchmarks.together import Refused, together
-from gradsync.cli.report import Reporter, reporting
+from gradsync.cli.report import reporting
 
 MODULE = "benchmarks.step_rank"
 WARM_UP = 3  # torch arranges its buckets anew after the first step, gradsync learns in it
@@ -44,9 +43,9 @@ class Job(Told):
 class Entrant:
     """A contender with its module and optimizer."""
 
-    def __init__(self, contender: Contender, model: Model) -> None:
+    def __init__(self, contender: Contender, model: Model, batch: Batch) -> None:
         self.key = contender.key
-        self._loss = model.loss
+        self._loss, self._batch = model.loss, batch
         torch.manual_seed(0)
         plain = model.make()
         # Before the wrapper: replicate_with_fsdp puts other parameters in the place of these.
@@ -55,17 +54,17 @@ class Entrant:
         self._plain, self._module, self._finish = plain, prepared.module, prepared.finish
         self._optimizer = torch.optim.SGD(self._module.parameters(), lr=LEARNING_RATE)
 
-    def step(self, batch: Batch) -> None:
+    def step(self) -> None:
         self._optimizer.zero_grad()
-        self._loss(self._module, batch).backward()
+        self._loss(self._module, self._batch).backward()
         self._finish()
         self._optimizer.step()
 
-    def measure(self, batch: Batch) -> float:
+    def measure(self) -> float:
         """Seconds. The ranks start together; what that takes is not part of it."""
         dist.barrier()
         began = time.perf_counter()
-        self.step(batch)
+        self.step()
         return time.perf_counter() - began
 
     def parameters(self) -> list[Tensor]:
@@ -83,67 +82,41 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor if to_local is None else to_local()
 
 
-class Field:
-    """The contenders that are there, each in a state in which it can be measured."""
-
+class Field(field.Field[Entrant]):
     def __init__(self, contenders: Sequence[Contender], model: Model, batch: Batch) -> None:
-        self.absent: dict[str, str] = {}  # key -> reason
-        self.wrong: dict[str, str] = {}
-        self.entrants: list[Entrant] = []
-        self._batch = batch
+        super().__init__()
         for one in contenders:
-            self._admit(one, model)
+            self.admit(one.key, partial(_warm, one, model, batch))
         self._compare()
-
-    def _admit(self, contender: Contender, model: Model) -> None:
-        def warm() -> Entrant:
-            entrant = Entrant(contender, model)
-            for _ in range(WARM_UP):
-                entrant.step(self._batch)
-            return entrant
-
-        try:
-            self.entrants.append(together(warm))
-        except Refused as refused:
-            self.absent[contender.key] = str(refused)
 
     def _compare(self) -> None:
         """From the same parameters each contender must come to the gradients of torch's DDP; else it isn't measured."""
         if TORCH.key in self.absent:
             raise RuntimeError(f"nothing to compare with: {TORCH.name} is absent: {self.absent[TORCH.key]}")
-        reference = next(entrant for entrant in self.entrants if entrant.key == TORCH.key)
+        reference = self.entrant(TORCH.key)
         start = [parameter.clone() for parameter in reference.parameters()]
         differences: dict[str, Difference] = {}
         expected: dict[str, Tensor] = {}
         for entrant in (reference, *(e for e in self.entrants if e.key not in (TORCH.key, PLAIN.key))):
             with torch.no_grad():
                 torch._foreach_copy_(entrant.parameters(), start)
-            entrant.step(self._batch)
+            entrant.step()
             if entrant is reference:
                 expected = {name: gradient.clone() for name, gradient in entrant.gradients().items()}
             else:
                 differences[entrant.key] = difference(expected, entrant.gradients())
-        everywhere: list[dict[str, Difference]] = [{}] * dist.get_world_size()
-        dist.all_gather_object(everywhere, differences)
-        for key in differences:
-            found = worst(there[key] for there in everywhere)
-            if found.wrong:
-                self.wrong[key] = str(found)
-        self.entrants = [entrant for entrant in self.entrants if entrant.key not in self.wrong]
+        self.judge(differences)
 
     @property
     def parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.entrants[0].parameters())
 
-    def compete(self, repetitions: int, report: Reporter) -> None:
-        orders = balanced_orders(len(self.entrants))
-        gc.collect()
-        gc.freeze()  # else every collection looks through the modules of all
-        gc.disable()
-        for number in range(repetitions):
-            turns = [self.entrants[place] for place in orders[number % len(orders)]]
-            report.send("repetition", times={entrant.key: entrant.measure(self._batch) for entrant in turns})
-            gc.collect()
+
+def _warm(contender: Contender, model: Model, batch: Batch) -> Entrant:
+    entrant = Entrant(contender, model, batch)
+    for _ in range(WARM_UP):
+        entrant.step()
+    return entrant
 
 
 def main() -> None:
@@ -153,9 +126,9 @@ def main() -> None:
         dist.init_process_group("gloo", timeout=LIMIT)
         chosen = model(job.model)
         batch = chosen.batch(torch.Generator().manual_seed(dist.get_rank()))
-        field = Field([contender(key) for key in job.contenders], chosen, batch)
-        report.send("field", parameters=field.parameters, absent=field.absent, wrong=field.wrong)
-        field.compete(job.repetitions, report)
+        entered = Field([contender(key) for key in job.contenders], chosen, batch)
+        report.send("field", parameters=entered.parameters, absent=entered.absent, wrong=entered.wrong)
+        entered.compete(job.repetitions, report)
         dist.destroy_process_group()
 
 

@@ -8,34 +8,20 @@ from typing import Any
 
 from benchmarks.contenders import IN_STEP, PLAIN, TRANSPORTS, WRAPPER, Family
 from benchmarks.machine import Machine
-from benchmarks.ratios import Spread, fastest, geometric_mean, ratio, spread
+from benchmarks.ratios import Spread, fastest, geometric_mean
 from benchmarks.targets import Target
+from benchmarks.turns import Turns
 
 
 @dataclass(frozen=True, kw_only=True)
-class Race:
+class Race(Turns):
     """One model on one number of ranks."""
 
-    ranks: int
-    model: str
-    parameters: int
-    repetitions: list[dict[str, float]]  # contender -> seconds on the slowest rank
-    absent: dict[str, str]  # contender -> why
-    wrong: dict[str, str]  # contender -> what is wrong with its gradients
     where: str = ""  # if not on one host
 
     @property
     def measured(self) -> list[str]:
         return [contender.key for contender in IN_STEP if contender.key in self.repetitions[0]]
-
-    def seconds(self, key: str) -> Spread:
-        return spread([times[key] for times in self.repetitions])
-
-    def ratio(self, key: str, to: str | None) -> Spread | None:
-        """None where one of the two was not measured."""
-        if to is None or not {key, to} <= self.repetitions[0].keys():
-            return None
-        return ratio(self.repetitions, key, to)
 
     def best(self, family: Family) -> str | None:
         """The fastest configuration of a family, all of them counted: what a rival's user could have found out."""

@@ -13,7 +13,11 @@ import gradsync
 
 ROOT = Path(__file__).parents[2]
 # Links out of docs/, as they are written for readers of the repository, and the pages that stand for them here.
-ELSEWHERE = {"../CHANGELOG.md": "changelog.md", "../benchmarks/published.json": "published.json"}
+ELSEWHERE = {
+    "../CHANGELOG.md": "changelog.md",
+    "../benchmarks/published.json": "published.json",
+    "../benchmarks/published_sharing.json": "published_sharing.json",
+}
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -30,6 +34,7 @@ def pages() -> dict[str, str]:
     return {
         "changelog.md": (ROOT / "CHANGELOG.md").read_text(),
         "published.json": (ROOT / "benchmarks" / "published.json").read_text(),
+        "published_sharing.json": (ROOT / "benchmarks" / "published_sharing.json").read_text(),
         "examples.md": examples + "".join(f"\n## {name}\n\n```python\n{text}```\n" for name, text in scripts.items()),
         "decisions.md": "# Decisions\n\nHalf a page for each choice that could have gone another way.\n\n"
         + "".join(f"- [{title}](decisions/{name})\n" for name, title in titles),

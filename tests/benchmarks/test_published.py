@@ -19,7 +19,8 @@ NAMES = {
 
 def rows(page: str) -> dict[str, list[str]]:
     """The first table, by what stands in its first column."""
-    lines = re.findall(r"^\| (.*) \|$", page.split("\n\n", 3)[3], re.MULTILINE)
+    first = next(block for block in page.split("\n\n") if block.startswith("| "))
+    lines = re.findall(r"^\| (.*) \|$", first, re.MULTILINE)
     cells = [[cell.strip().strip("*") for cell in line.split("|")] for line in lines]
     return {name: figures for name, *figures in cells}
 

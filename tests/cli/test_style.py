@@ -84,6 +84,12 @@ TABLE = [
     Row("doctor", "--ranks 0", "'--ranks'", "--limit 600", said="nothing was left running.", ranks=2),
     Row("run", "--ranks 0 x.py", "must be 1 or more", "--ranks 2 {out}/wait.py", said="stopped by SIGINT", ranks=2),
     benchmark("step", "--models bert", "bert: not one of", f"--ranks 2 --models small --repetitions 100000 {PICTURE}"),
+    benchmark(
+        "sharing",
+        "--optimizers lion",
+        "lion: not one of",
+        f"--ranks 2 --optimizers sgd --models small --repetitions 100000 {PICTURE}",
+    ),
     benchmark("hosts", "--ranks none", "is not a list", "--ranks 1 --rates 1gbit --models small --repetitions 100000"),
     benchmark("bandwidth", "--sizes big", "'big' is not a list", "--sizes 1 --repetitions 100000"),
     benchmark("footprint", "--repetitions 0", "'--repetitions'", "--width 0 --repetitions 100000"),

@@ -12,7 +12,8 @@ import gradsync
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 MADE = {"changelog.md", "decisions.md", "examples.md"}  # by docs/site/hooks.py
-OUTSIDE = {"../CHANGELOG.md", "../benchmarks/published.json"}  # it knows what stands for them
+# The site knows what stands for these.
+OUTSIDE = {f"../{name}" for name in ("CHANGELOG.md", "benchmarks/published.json", "benchmarks/published_sharing.json")}
 API = (DOCS / "api.md").read_text()
 
 
