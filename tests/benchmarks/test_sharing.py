@@ -145,7 +145,7 @@ def test_a_quick_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sharing, "IN_MEMORY", [UNSHARED, IN_BACKWARD])  # each is two processes
     files = {"--json": tmp_path / "deep" / "sharing.json", "--picture": tmp_path / "sharing.png"}
     options = ["--optimizers", "adamw", "--models", "small", "--contenders", "shared_memory,in_backward"]
-    small = ["--quick", "--ranks", "2", "--repetitions", "2", "--width", "64"]
+    small = ["--quick", "--ranks", "2", "--repetitions", "2", "--width", "256"]
     done = CliRunner().invoke(
         app, ["sharing", *options, *small, *(str(word) for pair in files.items() for word in pair)]
     )
