@@ -351,6 +351,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     return found;
   });
   m.def("on_host", &on_host);
+  // A number that came out of a tensor on its way to Python, as the tensor that it was.
+  m.def("wrapped", [](const at::Tensor& number) {
+    number.unsafeGetTensorImpl()->set_wrapped_number(true);
+    return number;
+  });
   m.def("stream_key", [](int64_t device) { return key(current_stream(device)); });
   m.def(
       "await_current_stream",

@@ -114,6 +114,9 @@ class _Call:
             return self._tensor_to_host(value, argument)
         if isinstance(value, (list, tuple)):
             return type(value)(self._to_host(each, argument) for each in value)
+        if isinstance(value, (bool, int, float, complex)) and str(argument.type) in ("Tensor", "Optional[Tensor]"):
+            wide = {float: torch.float64, complex: torch.complex128}.get(type(value))
+            return self._device.wrapped(torch.tensor(value, dtype=wide, device="cpu"))
         if isinstance(value, torch.device) and value.type == torch._C._get_privateuse1_backend_name():
             self._target = value if value.index is not None else torch.device(value.type, torch.accelerator.current_device_index())
             return torch.device("cpu")
