@@ -26,7 +26,7 @@ def compiler() -> str | None:
 
 def load() -> ModuleType:
     """The compiled module. It lies beside the environment's packages until its text or torch changes."""
-    path = _made()
+    path = make()
     spec = importlib.util.spec_from_file_location(_NAME, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -34,7 +34,8 @@ def load() -> ModuleType:
     return module
 
 
-def _made() -> Path:
+def make() -> Path:
+    """Gives where it is."""
     folder = Path(sys.prefix) / "standin"
     folder.mkdir(exist_ok=True)
     with (folder / "lock").open("w") as lock:  # tests run in several processes

@@ -75,7 +75,7 @@ class Kernels:
             there.wait_stream(here)
         elif len(on) == 1:
             other = target if on[0] == source.device else source
-            if not (non_blocking and other.is_pinned()):
+            if not (non_blocking and (other is source or other.is_pinned())):  # what the host gives is staged
                 self._timeline.host_waits_for(stream)
         return target
 
