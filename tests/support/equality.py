@@ -129,7 +129,10 @@ def _check(case: Case, name: str, transport: str, device: str) -> None:
     torch.manual_seed(7)
     module = case.build()
     oracle = copy.deepcopy(module)
-    module.to(device)
+    if device != "cpu":  # made there, as moving it would part weights that are tied
+        torch.manual_seed(7)
+        with torch.device(device):
+            module = case.build()
     with torch.no_grad():  # ranks begin apart: replicating has to make them equal
         for parameter in module.parameters():
             parameter.add_(rank)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -10,14 +11,12 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
+from tests.support.accelerator import instead
 from tests.support.accelerator.timeline import Extent, Timeline
 
 aten = torch.ops.aten
 _MAY_MIX = ("aten::index", "aten::_index", "aten::_unsafe_index", "aten::nonzero")  # which take indices from the host
-_CONVOLUTIONS = {
-    "aten::convolution_overrideable": aten.convolution.default,
-    "aten::convolution_backward_overrideable": aten.convolution_backward.default,
-}
+_CASTS = ("linear", "mm", "addmm", "matmul", "bmm")  # what autocast computes in low precision
 
 
 class Kernels:
@@ -29,16 +28,21 @@ class Kernels:
         self._own.impl("_copy_from", self._copy_from, "PrivateUse1")
         self._own.impl("_copy_from_and_resize", self._copy_from_and_resize, "PrivateUse1")
         self._own.impl("_local_scalar_dense", self._local_scalar_dense, "PrivateUse1")
-        self._own.impl("convolution_overrideable", self._convolution, "PrivateUse1")
-        self._own.impl("convolution_backward_overrideable", self._convolution_backward, "PrivateUse1")
+        for op, function in instead.FUNCTIONS.items():
+            self._own.impl(op.name(), partial(self._run, op, function=function), "PrivateUse1")
+        self._library.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+        for name in _CASTS:
+            op = getattr(aten, name).default
+            self._own.impl(name, partial(instead.in_low_precision, op), "AutocastPrivateUse1")
 
     # --- any operation -----------------------------------------------------------------------------------
 
-    def _run(self, op: Any, *args: Any, **kwargs: Any) -> Any:
+    def _run(self, op: Any, *args: Any, function: Callable[..., Any] | None = None, **kwargs: Any) -> Any:
+        """`function`: what runs on the CPU instead of it."""
         call = _Call(op, self._device, args, kwargs)
         device = call.check_devices()
         self._device.await_current_stream(device.index)
-        result = op(*call.args, **call.kwargs)
+        result = (function or op)(*call.args, **call.kwargs)
         made: list[Tensor] = []
         found = call.give_back(result, device, made)
         self._timeline.launch(
@@ -48,14 +52,6 @@ class Kernels:
             op._schema.name,
         )
         return found
-
-    def _convolution(self, *args: Any) -> Any:
-        return self._run(aten.convolution.default, *args)
-
-    def _convolution_backward(self, *args: Any) -> Any:
-        grad, x, weight, stride, padding, dilation, transposed, output_padding, groups, mask = args
-        rest = (None, stride, padding, dilation, transposed, output_padding, groups, mask)
-        return self._run(aten.convolution_backward.default, grad, x, weight, *rest)
 
     # --- copies, and values for the host ---------------------------------------------------------------------
 
@@ -191,6 +187,3 @@ def extent(tensor: Tensor) -> Extent:
     begin = tensor.data_ptr()
     length = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return begin, begin + length * tensor.element_size()
-
-
-Run = Callable[..., Any]

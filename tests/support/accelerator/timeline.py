@@ -8,19 +8,45 @@ address; so each block is cut into the pieces that accesses have in common, and 
 from __future__ import annotations
 
 import bisect
+import itertools
 import threading
+import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import IntEnum
-from types import ModuleType
+from pathlib import Path
+from types import FrameType, ModuleType, SimpleNamespace
 
+from torch.cuda import _sanitizer
 from torch.cuda._sanitizer import EventHandler, SynchronizationError, TensorInfo, UnsynchronizedAccessError
 
+_HERE = str(Path(__file__).parent)
 Extent = tuple[int, int]  # of addresses: the first, and the one behind the last
 
 
 class Race(RuntimeError):
     """Two accesses to the same memory that nothing orders."""
+
+
+class _Stack:
+    """Where something was launched, put into words only if asked: the detector wants one for each kernel."""
+
+    def __init__(self, frames: Iterable[tuple[FrameType, int]]) -> None:
+        self._at = [(frame.f_code, line) for frame, line in itertools.islice(frames, 30)]
+
+    @classmethod
+    def extract(cls, frames: Iterable[tuple[FrameType, int]], lookup_lines: bool) -> _Stack:
+        return cls(frames)
+
+    def reverse(self) -> None:
+        self._at.reverse()
+
+    def format(self) -> list[str]:
+        names = [(code.co_filename, line, code.co_name) for code, line in self._at if _HERE not in code.co_filename]
+        return traceback.StackSummary.from_list([(file, line, name, None) for file, line, name in names]).format()
+
+
+_sanitizer.traceback = SimpleNamespace(StackSummary=_Stack, walk_stack=traceback.walk_stack)  # type: ignore[assignment]
 
 
 class Kind(IntEnum):
