@@ -26,6 +26,8 @@ class Kernels:
         self._library.fallback(self._run, "PrivateUse1")
         self._own = Library("aten", "IMPL")
         self._own.impl("_copy_from", self._copy_from, "PrivateUse1")
+        for key in ("Conjugate", "Negative"):  # which copies carry out
+            self._own.impl("_copy_from", torch.library.fallthrough_kernel, key)
         self._own.impl("_copy_from_and_resize", self._copy_from_and_resize, "PrivateUse1")
         self._own.impl("_local_scalar_dense", self._local_scalar_dense, "PrivateUse1")
         for op, function in instead.FUNCTIONS.items():
@@ -59,8 +61,12 @@ class Kernels:
         on = [one.device for one in (source, target) if one.device.type == self._name]
         for device in on:
             self._device.await_current_stream(device.index)
-        host = [self._device.on_host(one) for one in (source, target)]
-        host[1].copy_(host[0])
+        values, place = (self._device.on_host(one) for one in (source, target))
+        if values is not source:
+            values = values.conj() if source.is_conj() else values
+            values = values.neg() if source.is_neg() else values
+        assert place is target or not (target.is_conj() or target.is_neg())
+        place.copy_(values)
         reads, writes = ([extent(one)] if self._is_here(one) else [] for one in (source, target))
         stream = self._device.stream_key(on[0].index)
         if len(set(on)) == 2:  # between devices: each waits for the other
