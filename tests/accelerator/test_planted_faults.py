@@ -1,0 +1,210 @@
+"""Each call that puts things in order is taken out in turn: the detector must say so, on every run."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils.checkpoint import checkpoint
+
+import gradsync
+from tests.accelerator.test_streams import Fork
+from tests.ranks.small import batch, build
+from tests.support import accelerator
+from tests.support.accelerator.ranks import on_accelerator
+
+SOURCE = Path(gradsync.__file__).parent
+
+
+def step(replica: Any, module: nn.Module, number: int) -> None:
+    x = batch(dist.get_rank(), number).to(torch.accelerator.current_accelerator())
+    replica(x).square().mean().backward()
+    for parameter in module.parameters():  # a user's step
+        if parameter.grad is not None:
+            parameter.data.add_(parameter.grad, alpha=-0.1)
+            parameter.grad = None
+
+
+def steps(module: nn.Module, many: int = 3, **options: Any) -> None:
+    module.to(torch.accelerator.current_accelerator())
+    replica = gradsync.DistributedDataParallel(module, bucket_cap_mb=0.0001, **options)
+    for number in range(many):
+        step(replica, module, number)
+
+
+def plain() -> None:
+    steps(build())
+
+
+def branches() -> None:
+    steps(Fork(lambda: torch.Stream(torch.accelerator.current_accelerator())))
+
+
+def branches_in_low_precision() -> None:
+    module = Fork(lambda: torch.Stream(torch.accelerator.current_accelerator()))
+    module.to(torch.accelerator.current_accelerator())
+    replica = gradsync.replicate(module, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+    for number in range(3):
+        with replica.no_sync():
+            step(replica, module, number)
+        step(replica, module, number)
+
+
+def buffers() -> None:
+    steps(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+
+
+def buffers_averaged() -> None:
+    steps(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), buffers="average")
+
+
+class Late(nn.Module):
+    """Its layer comes more often in later steps, and after its bucket has left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layer, self.times = nn.Linear(4, 4), nn.Linear(4, 4), 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for _ in range(self.times):
+            x = checkpoint(lambda x: self.layer(x).tanh(), x, use_reentrant=True)
+        self.times += 1
+        return x
+
+
+def late_gradients() -> None:
+    steps(Late())
+
+
+def communication_hook() -> None:
+    module = build().to(torch.accelerator.current_accelerator())
+    replica = gradsync.DistributedDataParallel(module, bucket_cap_mb=0.0001)
+    replica.register_comm_hook(None, allreduce_hook)
+    for number in range(3):
+        step(replica, module, number)
+
+
+def buffer_hook() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).to(torch.accelerator.current_accelerator())
+    replica = gradsync.DistributedDataParallel(module)
+
+    def hook(state: object, named: dict[str, Tensor]) -> list[Any]:
+        work = dist.all_reduce(named["1.running_mean"], async_op=True)
+        assert work is not None
+        return [work.get_future()]
+
+    replica._register_buffer_comm_hook(None, hook)
+    for number in range(3):
+        step(replica, module, number)
+
+
+class Fault(NamedTuple):
+    file: str
+    function: str  # with its class
+    line: str  # what is taken out
+    left: str  # what is left in its place
+    scenario: Callable[[], None]
+
+
+FAULTS = [
+    Fault("engine/arrival_streams.py", "ArrivalStreams.join", "current.wait_stream(other)", "pass", branches),
+    Fault("engine/arrival_streams.py", "ArrivalStreams.join", "_torch.keep_for(gradient, current)", "pass", branches),
+    Fault("engine/round.py", "Round._send", "group.join_streams(bucket.indices)", "pass", branches),
+    Fault("engine/parameter_group.py", "ParameterGroup.fold_in", "self.join_streams(indices)", "pass", branches_in_low_precision),
+    Fault("engine/flights.py", "Flights.wait_for", "flight.work.wait()", "pass", plain),
+    Fault("transport/process_group.py", "_InFlight.wait", "self.connections.finish(self.work, self.buffer.is_cpu)", "pass", plain),
+    Fault("transport/process_group.py", "ProcessGroupTransport._run", "self._connections.finish(work, on_cpu)", "pass", buffers),
+    Fault("transport/dedicated_group.py", "Connections.finish", "finish(work, on_cpu, self._find_watch, self._limit)", "pass", plain),
+    Fault("transport/waiting.py", "finish", "        work.wait()\n        return\n", "        return\n", plain),
+    Fault("engine/buffers.py", "Buffers._average", "1 / self._transport.size).wait()", "1 / self._transport.size)", buffers_averaged),
+    Fault("engine/buffers.py", "Buffers._run_hook", "future.wait()", "pass", buffer_hook),
+    Fault("engine/late_gradients.py", "carry_late", "scaling.factor, label).wait()", "scaling.factor, label)", late_gradients),
+    Fault("hooks/comm_hook.py", "HookWork._take_result", "self.future.wait()", "self.future.value()", communication_hook),
+    Fault("hooks/comm_hook.py", "HookWork.wait", "self.tail.wait()", "pass", communication_hook),
+]
+EXEMPT = {
+    ("engine/flights.py", "_await_hook"): "on the CPU, or of buckets that are thrown away",
+    ("engine/reducer.py", "leave"): "of a round that is dropped: nothing of it is read",
+    ("engine/uneven.py", "_announce"): "torch's Join, whose result nobody reads here; gather orders what follows",
+    ("engine/sparse_rows.py", "reduce_known"): "sparse gradients, which the stand-in does not have",
+    ("transport/process_group.py", "result"): "sparse gradients, which the stand-in does not have",
+    ("transport/waiting.py", "_finished_in_slice"): "on the CPU",
+    ("transport/dedicated_group.py", "get"): "of a store",
+    ("replicate_setters.py", "unshard"): "a handle of ours, which has nothing to wait for",
+    ("_torch.py", "keep_for"): "taken out in ArrivalStreams.join",
+    ("_torch.py", "break_off"): "on the CPU",
+}
+
+
+def plant(fault: Fault) -> None:
+    """In this process, from now on."""
+    module = importlib.import_module("gradsync." + fault.file.removesuffix(".py").replace("/", "."))
+    *outer, name = fault.function.split(".")
+    owner = getattr(module, outer[0]) if outer else module
+    source = textwrap.dedent(inspect.getsource(getattr(owner, name)))
+    line = textwrap.dedent(fault.line) if fault.left == "pass" else fault.line
+    if fault.line.startswith(" " * 8) and not outer:
+        line = fault.line
+    assert source.count(line) == 1, f"'{fault.line}' is no longer in {fault.function}: change this list"
+    namespace: dict[str, Any] = {}
+    # (Annotations are not evaluated, as in the file itself.)
+    code = compile(source.replace(line, fault.left), fault.file, "exec", flags=annotations(), dont_inherit=True)
+    exec(code, vars(module), namespace)
+    setattr(owner, name, namespace[name])
+    for other in importlib.import_module("gradsync.transport.dedicated_group"), module:
+        if not outer and hasattr(other, name):
+            setattr(other, name, namespace[name])
+
+
+def annotations() -> int:
+    import __future__
+
+    return __future__.annotations.compiler_flag
+
+
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match:UserWarning")
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.function}: {fault.line.strip().splitlines()[0]}")
+@on_accelerator(2)
+def test_what_is_not_in_order_is_found(fault: Fault) -> None:
+    fault.scenario()
+    assert not accelerator.races(), accelerator.races()[0]
+    plant(fault)
+    with pytest.raises(accelerator.Race):
+        fault.scenario()
+        accelerator.install().check()
+    torch.accelerator.synchronize()
+    accelerator.reset()
+
+
+def ordering_calls() -> Iterator[tuple[str, str]]:
+    """Where in what runs with accelerators something is waited for."""
+    files = [*SOURCE.glob("*.py"), *SOURCE.glob("engine/*.py"), *SOURCE.glob("hooks/*.py"), SOURCE / "guard" / "replicas.py"]
+    files += [SOURCE / "transport" / f"{name}.py" for name in ("process_group", "dedicated_group", "waiting")]
+    for file in files:
+        for function in ast.walk(ast.parse(file.read_text())):
+            if isinstance(function, ast.FunctionDef):
+                for call in ast.walk(function):
+                    if isinstance(call, ast.Call) and name_of(call) in ("wait", "wait_stream", "wait_event", "record_stream", "keep_for", "join_streams"):
+                        yield str(file.relative_to(SOURCE)), function.name
+
+
+def name_of(call: ast.Call) -> str:
+    return call.func.attr if isinstance(call.func, ast.Attribute) else ""
+
+
+def test_no_call_is_left_out() -> None:
+    found = set(ordering_calls())
+    planted = {(fault.file, fault.function.split(".")[-1]) for fault in FAULTS}
+    assert found - planted == EXEMPT.keys()
