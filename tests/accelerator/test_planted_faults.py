@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,19 +28,23 @@ from tests.support.accelerator.ranks import on_accelerator
 SOURCE = Path(gradsync.__file__).parent
 
 
-def step(replica: Any, module: nn.Module, number: int) -> None:
+def backward(replica: Any, number: int) -> None:
     x = batch(dist.get_rank(), number).to(torch.accelerator.current_accelerator())
     replica(x).square().mean().backward()
+
+
+def step(replica: Any, module: nn.Module, number: int) -> None:
+    backward(replica, number)
     for parameter in module.parameters():  # a user's step
         if parameter.grad is not None:
             parameter.data.add_(parameter.grad, alpha=-0.1)
             parameter.grad = None
 
 
-def steps(module: nn.Module, many: int = 3, **options: Any) -> None:
+def steps(module: nn.Module, cap: float = 0.0001, **options: Any) -> None:
     module.to(torch.accelerator.current_accelerator())
-    replica = gradsync.DistributedDataParallel(module, bucket_cap_mb=0.0001, **options)
-    for number in range(many):
+    replica = gradsync.DistributedDataParallel(module, bucket_cap_mb=cap, **options)
+    for number in range(3):
         step(replica, module, number)
 
 
@@ -57,7 +62,7 @@ def branches_in_low_precision() -> None:
     replica = gradsync.replicate(module, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
     for number in range(3):
         with replica.no_sync():
-            step(replica, module, number)
+            backward(replica, number)
         step(replica, module, number)
 
 
@@ -85,7 +90,7 @@ class Late(nn.Module):
 
 
 def late_gradients() -> None:
-    steps(Late())
+    steps(Late(), cap=0.00001)
 
 
 def communication_hook() -> None:
@@ -119,10 +124,11 @@ class Fault(NamedTuple):
 
 
 FAULTS = [
-    Fault("engine/arrival_streams.py", "ArrivalStreams.join", "current.wait_stream(other)", "pass", branches),
-    Fault("engine/arrival_streams.py", "ArrivalStreams.join", "_torch.keep_for(gradient, current)", "pass", branches),
+    Fault("engine/arrival_streams.py", "ArrivalStreams.join", "here.wait_stream(came)", "pass", branches),
+    Fault("engine/arrival_streams.py", "ArrivalStreams.join", "_torch.keep_for(gradient, here)", "pass", branches_in_low_precision),
     Fault("engine/round.py", "Round._send", "group.join_streams(bucket.indices)", "pass", branches),
-    Fault("engine/parameter_group.py", "ParameterGroup.fold_in", "self.join_streams(indices)", "pass", branches_in_low_precision),
+    Fault("engine/step.py", "TrainingStep.show_registered", "self.reducer.group.join_streams()", "pass", branches_in_low_precision),
+    Fault("engine/parameter_group.py", "ParameterGroup.join_streams", "self._streams.join(indices)", "pass", branches),
     Fault("engine/flights.py", "Flights.wait_for", "flight.work.wait()", "pass", plain),
     Fault("transport/process_group.py", "_InFlight.wait", "self.connections.finish(self.work, self.buffer.is_cpu)", "pass", plain),
     Fault("transport/process_group.py", "ProcessGroupTransport._run", "self._connections.finish(work, on_cpu)", "pass", buffers),
@@ -134,12 +140,13 @@ FAULTS = [
     Fault("hooks/comm_hook.py", "HookWork._take_result", "self.future.wait()", "self.future.value()", communication_hook),
     Fault("hooks/comm_hook.py", "HookWork.wait", "self.tail.wait()", "pass", communication_hook),
 ]
+WAITS = ("wait", "wait_stream", "wait_event", "record_stream", "keep_for", "join_streams")
 EXEMPT = {
     ("engine/flights.py", "_await_hook"): "on the CPU, or of buckets that are thrown away",
     ("engine/reducer.py", "leave"): "of a round that is dropped: nothing of it is read",
     ("engine/uneven.py", "_announce"): "torch's Join, whose result nobody reads here; gather orders what follows",
-    ("engine/sparse_rows.py", "reduce_known"): "sparse gradients, which the stand-in does not have",
-    ("transport/process_group.py", "result"): "sparse gradients, which the stand-in does not have",
+    ("engine/sparse_rows.py", "reduce"): "sparse gradients, which the stand-in does not have",
+    ("engine/parameter_group.py", "fold_in"): "at the end of a backward, behind show_registered; before that, behind _send",
     ("transport/waiting.py", "_finished_in_slice"): "on the CPU",
     ("transport/dedicated_group.py", "get"): "of a store",
     ("replicate_setters.py", "unshard"): "a handle of ours, which has nothing to wait for",
@@ -153,19 +160,15 @@ def plant(fault: Fault) -> None:
     module = importlib.import_module("gradsync." + fault.file.removesuffix(".py").replace("/", "."))
     *outer, name = fault.function.split(".")
     owner = getattr(module, outer[0]) if outer else module
-    source = textwrap.dedent(inspect.getsource(getattr(owner, name)))
-    line = textwrap.dedent(fault.line) if fault.left == "pass" else fault.line
-    if fault.line.startswith(" " * 8) and not outer:
-        line = fault.line
-    assert source.count(line) == 1, f"'{fault.line}' is no longer in {fault.function}: change this list"
-    namespace: dict[str, Any] = {}
-    # (Annotations are not evaluated, as in the file itself.)
-    code = compile(source.replace(line, fault.left), fault.file, "exec", flags=annotations(), dont_inherit=True)
-    exec(code, vars(module), namespace)
-    setattr(owner, name, namespace[name])
-    for other in importlib.import_module("gradsync.transport.dedicated_group"), module:
-        if not outer and hasattr(other, name):
-            setattr(other, name, namespace[name])
+    original = getattr(owner, name)
+    source = textwrap.dedent(inspect.getsource(original))
+    assert source.count(fault.line) == 1, f"'{fault.line}' is no longer in {fault.function}: change this list"
+    made: dict[str, Any] = {}
+    changed = source.replace(fault.line, fault.left)
+    exec(compile(changed, fault.file, "exec", flags=annotations(), dont_inherit=True), vars(module), made)
+    everywhere = [each for key, each in sys.modules.items() if key.startswith("gradsync")]  # who imported it, too
+    for holder in [owner, *(each for each in everywhere if vars(each).get(name) is original)]:
+        setattr(holder, name, made[name])
 
 
 def annotations() -> int:
@@ -196,7 +199,7 @@ def ordering_calls() -> Iterator[tuple[str, str]]:
         for function in ast.walk(ast.parse(file.read_text())):
             if isinstance(function, ast.FunctionDef):
                 for call in ast.walk(function):
-                    if isinstance(call, ast.Call) and name_of(call) in ("wait", "wait_stream", "wait_event", "record_stream", "keep_for", "join_streams"):
+                    if isinstance(call, ast.Call) and name_of(call) in WAITS:
                         yield str(file.relative_to(SOURCE)), function.name
 
 

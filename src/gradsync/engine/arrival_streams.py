@@ -21,9 +21,10 @@ class ArrivalStreams:
     def __init__(self, leaves: Sequence[Tensor]) -> None:
         self._leaves = leaves
         self._devices = [leaf.device for leaf in leaves]
+        self._distinct = [device for device in dict.fromkeys(self._devices) if _torch.has_streams(device)]
         self._latest: list[torch.Stream | None] = [None] * len(leaves)
-        self._first: torch.Stream | None = None
-        self._several = False  # streams were met
+        self._first: dict[torch.device, torch.Stream] = {}
+        self._several = False  # on one device
 
     @classmethod
     def of(cls, leaves: Sequence[Tensor]) -> ArrivalStreams | None:
@@ -34,28 +35,24 @@ class ArrivalStreams:
         """Its gradient is written by what is queued on the current stream of its device."""
         device = self._devices[index]
         if _torch.has_streams(device):
-            self._latest[index] = self._met(torch.accelerator.current_stream(device))
+            self._latest[index] = self._current(device)
 
-    def join(self, indices: Iterable[int]) -> None:
-        """From here on the current stream may read these gradients, and they may be freed at once."""
-        indices = list(indices)
-        for device in {self._devices[index] for index in indices}:
-            if not _torch.has_streams(device):
+    def join(self, indices: Iterable[int] | None = None) -> None:
+        """From here on the current stream may read these gradients, or all, and they may be freed at once."""
+        current = {device: self._current(device) for device in self._distinct}
+        if not self._several:
+            return
+        for index in range(len(self._leaves)) if indices is None else indices:
+            here = current.get(self._devices[index])
+            if here is None:
                 continue
-            current = self._met(torch.accelerator.current_stream(device))
-            if not self._several:
-                continue
-            there = [index for index in indices if self._devices[index] == device]
-            for other in {self._latest[index] for index in there} - {None, current}:
-                assert other is not None
-                current.wait_stream(other)
-            for index in there:
-                if (gradient := self._leaves[index].grad) is not None:
-                    _torch.keep_for(gradient, current)
+            if (came := self._latest[index]) is not None and came != here:
+                here.wait_stream(came)
+            if (gradient := self._leaves[index].grad) is not None:
+                _torch.keep_for(gradient, here)
 
-    def _met(self, stream: torch.Stream) -> torch.Stream:
-        if self._first is None:
-            self._first = stream
-        elif not self._several and stream.device == self._first.device:
-            self._several = stream != self._first
+    def _current(self, device: torch.device) -> torch.Stream:
+        stream = torch.accelerator.current_stream(device)
+        if not self._several:
+            self._several = self._first.setdefault(device, stream) != stream
         return stream

@@ -76,12 +76,11 @@ class ParameterGroup:
     def name(self, index: int) -> str:
         return self.specs[index].name
 
-    def fold_in(self, indices: Iterable[int] | None = None) -> None:
+    def fold_in(self, indices: Sequence[int] | None = None) -> None:
         """Gradients that backward has left on compute parameters, all or these, go where their holders show them."""
         if self.hidden:
-            indices = range(len(self.holders)) if indices is None else list(indices)
             self.join_streams(indices)
-            for index in indices:
+            for index in range(len(self.holders)) if indices is None else indices:
                 holder = self.holders[index]
                 if isinstance(holder, ComputeParameter):
                     holder.fold_in()
@@ -97,8 +96,8 @@ class ParameterGroup:
                 self._streams.arrived(index)
         return index
 
-    def join_streams(self, indices: Iterable[int]) -> None:
-        """Before the current stream of an accelerator reads their gradients, which may have come on others."""
+    def join_streams(self, indices: Iterable[int] | None = None) -> None:
+        """Before the current stream of an accelerator reads these gradients, or all, which may have come on others."""
         if self._streams is not None:
             self._streams.join(indices)
 

@@ -361,6 +361,8 @@ class TrainingStep:
         """After a backward; compute parameters hand over what they were given."""
         self._backward.forget()
         if not self.reducer.split:  # else second halves follow, which look for them
+            if self.managed.compute_parameters:
+                self.reducer.group.join_streams()
             self.managed.compute_parameters.fold_in()
             self.managed.compute_parameters.end_backward()
 
