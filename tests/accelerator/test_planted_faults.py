@@ -59,7 +59,9 @@ def branches() -> None:
 def branches_in_low_precision() -> None:
     module = Fork(lambda: torch.Stream(torch.accelerator.current_accelerator()))
     module.to(torch.accelerator.current_accelerator())
-    replica = gradsync.replicate(module, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+    replica = gradsync.replicate(
+        module, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    )
     for number in range(3):
         with replica.no_sync():
             backward(replica, number)
@@ -125,19 +127,63 @@ class Fault(NamedTuple):
 
 FAULTS = [
     Fault("engine/arrival_streams.py", "ArrivalStreams.join", "here.wait_stream(came)", "pass", branches),
-    Fault("engine/arrival_streams.py", "ArrivalStreams.join", "_torch.keep_for(gradient, here)", "pass", branches_in_low_precision),
+    Fault(
+        "engine/arrival_streams.py",
+        "ArrivalStreams.join",
+        "_torch.keep_for(gradient, here)",
+        "pass",
+        branches_in_low_precision,
+    ),
     Fault("engine/round.py", "Round._send", "group.join_streams(bucket.indices)", "pass", branches),
-    Fault("engine/step.py", "TrainingStep.show_registered", "self.reducer.group.join_streams()", "pass", branches_in_low_precision),
+    Fault(
+        "engine/step.py",
+        "TrainingStep.show_registered",
+        "self.reducer.group.join_streams()",
+        "pass",
+        branches_in_low_precision,
+    ),
     Fault("engine/parameter_group.py", "ParameterGroup.join_streams", "self._streams.join(indices)", "pass", branches),
     Fault("engine/flights.py", "Flights.wait_for", "flight.work.wait()", "pass", plain),
-    Fault("transport/process_group.py", "_InFlight.wait", "self.connections.finish(self.work, self.buffer.is_cpu)", "pass", plain),
-    Fault("transport/process_group.py", "ProcessGroupTransport._run", "self._connections.finish(work, on_cpu)", "pass", buffers),
-    Fault("transport/dedicated_group.py", "Connections.finish", "finish(work, on_cpu, self._find_watch, self._limit)", "pass", plain),
+    Fault(
+        "transport/process_group.py",
+        "_InFlight.wait",
+        "self.connections.finish(self.work, self.buffer.is_cpu)",
+        "pass",
+        plain,
+    ),
+    Fault(
+        "transport/process_group.py",
+        "ProcessGroupTransport._run",
+        "self._connections.finish(work, on_cpu)",
+        "pass",
+        buffers,
+    ),
+    Fault(
+        "transport/dedicated_group.py",
+        "Connections.finish",
+        "finish(work, on_cpu, self._find_watch, self._limit)",
+        "pass",
+        plain,
+    ),
     Fault("transport/waiting.py", "finish", "        work.wait()\n        return\n", "        return\n", plain),
-    Fault("engine/buffers.py", "Buffers._average", "1 / self._transport.size).wait()", "1 / self._transport.size)", buffers_averaged),
+    Fault(
+        "engine/buffers.py",
+        "Buffers._average",
+        "1 / self._transport.size).wait()",
+        "1 / self._transport.size)",
+        buffers_averaged,
+    ),
     Fault("engine/buffers.py", "Buffers._run_hook", "future.wait()", "pass", buffer_hook),
-    Fault("engine/late_gradients.py", "carry_late", "scaling.factor, label).wait()", "scaling.factor, label)", late_gradients),
-    Fault("hooks/comm_hook.py", "HookWork._take_result", "self.future.wait()", "self.future.value()", communication_hook),
+    Fault(
+        "engine/late_gradients.py",
+        "carry_late",
+        "scaling.factor, label).wait()",
+        "scaling.factor, label)",
+        late_gradients,
+    ),
+    Fault(
+        "hooks/comm_hook.py", "HookWork._take_result", "self.future.wait()", "self.future.value()", communication_hook
+    ),
     Fault("hooks/comm_hook.py", "HookWork.wait", "self.tail.wait()", "pass", communication_hook),
 ]
 WAITS = ("wait", "wait_stream", "wait_event", "record_stream", "keep_for", "join_streams")
@@ -146,7 +192,10 @@ EXEMPT = {
     ("engine/reducer.py", "leave"): "of a round that is dropped: nothing of it is read",
     ("engine/uneven.py", "_announce"): "torch's Join, whose result nobody reads here; gather orders what follows",
     ("engine/sparse_rows.py", "reduce"): "sparse gradients, which the stand-in does not have",
-    ("engine/parameter_group.py", "fold_in"): "at the end of a backward, behind show_registered; before that, behind _send",
+    (
+        "engine/parameter_group.py",
+        "fold_in",
+    ): "at the end of a backward, behind show_registered; before that, behind _send",
     ("transport/waiting.py", "_finished_in_slice"): "on the CPU",
     ("transport/dedicated_group.py", "get"): "of a store",
     ("replicate_setters.py", "unshard"): "a handle of ours, which has nothing to wait for",
@@ -193,7 +242,12 @@ def test_what_is_not_in_order_is_found(fault: Fault) -> None:
 
 def ordering_calls() -> Iterator[tuple[str, str]]:
     """Where in what runs with accelerators something is waited for."""
-    files = [*SOURCE.glob("*.py"), *SOURCE.glob("engine/*.py"), *SOURCE.glob("hooks/*.py"), SOURCE / "guard" / "replicas.py"]
+    files = [
+        *SOURCE.glob("*.py"),
+        *SOURCE.glob("engine/*.py"),
+        *SOURCE.glob("hooks/*.py"),
+        SOURCE / "guard" / "replicas.py",
+    ]
     files += [SOURCE / "transport" / f"{name}.py" for name in ("process_group", "dedicated_group", "waiting")]
     for file in files:
         for function in ast.walk(ast.parse(file.read_text())):

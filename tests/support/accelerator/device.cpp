@@ -271,6 +271,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     return {kType, current_device};
   }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t size) const override {
+    c10::DeviceGuard guard(storage.device());
     auto* held = storage.unsafeGetStorageImpl();
     auto bigger = allocator.allocate(size);
     if (held->nbytes() && size) {
@@ -294,7 +295,6 @@ at::Tensor empty(
     std::optional<at::Device> device,
     std::optional<bool>,
     std::optional<at::MemoryFormat> format) {
-  c10::impl::VirtualGuardImpl impl(kType);
   c10::OptionalDeviceGuard guard(resolved(device));
   return at::detail::empty_generic(
       size, &allocator, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), c10::dtype_or_default(dtype), format);

@@ -120,7 +120,9 @@ class _Call:
             wide = {float: torch.float64, complex: torch.complex128}.get(type(value))
             return self._device.wrapped(torch.tensor(value, dtype=wide, device="cpu"))
         if isinstance(value, torch.device) and value.type == torch._C._get_privateuse1_backend_name():
-            self._target = value if value.index is not None else torch.device(value.type, torch.accelerator.current_device_index())
+            self._target = (
+                value if value.index is not None else torch.device(value.type, torch.accelerator.current_device_index())
+            )
             return torch.device("cpu")
         return value
 
@@ -148,7 +150,10 @@ class _Call:
         return device
 
     def extents(self, written: bool) -> Iterator[Extent]:
-        views_only = any(argument.alias_info is not None and not argument.alias_info.is_write for argument in self._op._schema.arguments)
+        views_only = any(
+            argument.alias_info is not None and not argument.alias_info.is_write
+            for argument in self._op._schema.arguments
+        )
         for tensor, is_written in self._touched:
             if is_written is written and tensor.numel() and not (views_only and not is_written):
                 yield extent(tensor)

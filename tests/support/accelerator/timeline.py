@@ -153,7 +153,11 @@ class Timeline:
                     handler._handle_stream_synchronization(stream)
         else:
             self.host_waits += 1
-            sync = handler._handle_event_synchronization if kind is Kind.SYNC_EVENT else handler._handle_stream_synchronization
+            sync = (
+                handler._handle_event_synchronization
+                if kind is Kind.SYNC_EVENT
+                else handler._handle_stream_synchronization
+            )
             sync(a)
 
     def _launch(self, stream: int, reads: Iterable[Extent], writes: Iterable[Extent], name: str) -> None:
@@ -174,9 +178,13 @@ class Timeline:
             if (info := accesses.pop(piece, None)) is None:
                 continue
             for access in [*info.reads, *([info.write] if info.write else [])]:
-                if access.stream != block.stream and not any(access.seq_num <= s.get(access.stream, -1) for s in states):
+                if access.stream != block.stream and not any(
+                    access.seq_num <= s.get(access.stream, -1) for s in states
+                ):
                     where = "".join(access.stack_trace.format()[-12:])
-                    self.races.append(f"memory was freed while stream {access.stream} used it: {access.operator}\n{where}")
+                    self.races.append(
+                        f"memory was freed while stream {access.stream} used it: {access.operator}\n{where}"
+                    )
 
     def _note(self, errors: list[SynchronizationError]) -> None:
         for error in errors[:1]:
