@@ -23,7 +23,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradsync
 
-
 RIVAL = "torch's DDP"
 
 

@@ -462,10 +462,10 @@ def keep_for(tensor: Tensor, stream: torch.Stream) -> None:
     """Its memory is used on that stream too: freed, it is not used again before that (2.13: also inside a DTensor)."""
     inside = local(tensor)
     if inside.layout is torch.strided:
-        inside.record_stream(stream)  # type: ignore[arg-type]  # any stream of torch's
+        inside.record_stream(stream)
         return
     for part in (inside._indices(), inside._values()):
-        part.record_stream(stream)  # type: ignore[arg-type]
+        part.record_stream(stream)
 
 
 def to_kwargs(inputs: Any, kwargs: Any, device: torch.device) -> Any:

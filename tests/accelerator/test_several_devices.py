@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.accelerator.test_streams import here, train
@@ -21,22 +22,24 @@ class Spread(nn.Module):
         self.head = nn.Linear(6, 2)
 
     def spread(self) -> Spread:
+        first, second = (f"{accelerator.NAME}:{2 * dist.get_rank() + number}" for number in range(2))
         for number, branch in enumerate(self.branches):
-            branch.to(f"{accelerator.NAME}:{number % 2}")
-        self.trunk.to(f"{accelerator.NAME}:0")
-        self.head.to(f"{accelerator.NAME}:1")
+            branch.to((first, second)[number % 2])
+        self.trunk.to(first)
+        self.head.to(second)
         return self
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.trunk(x))
-        every = [branch(x.to(branch.weight.device)) for branch in self.branches]
-        return self.head(sum(one.to(self.head.weight.device) for one in every))
+        every = [branch(x.to(next(branch.parameters()).device)) for branch in self.branches]
+        return self.head(sum(one.to(next(self.head.parameters()).device) for one in every))
 
 
 @FRONTS
 @on_accelerator(2, apart=False)
 def test_a_module_on_two_devices(front: str) -> None:
     torch.manual_seed(0)
+    torch.accelerator.set_device_index(2 * dist.get_rank())
     train(front, Spread().spread(), here, here)
 
 

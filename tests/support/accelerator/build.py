@@ -28,7 +28,8 @@ def load() -> ModuleType:
     """The compiled module. It lies beside the environment's packages until its text or torch changes."""
     path = make()
     spec = importlib.util.spec_from_file_location(_NAME, path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -77,7 +78,7 @@ def _run(commands: list[list[str]]) -> None:
     found = compiler()
     assert found is not None
     running = [subprocess.Popen([found, *command]) for command in commands]
-    if any([one.wait() for one in running]):
+    if max(one.wait() for one in running):
         raise RuntimeError("the stand-in device could not be compiled, see above")
 
 

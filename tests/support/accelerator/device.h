@@ -12,7 +12,7 @@
 
 namespace standin {
 
-constexpr int kDevices = 2;
+constexpr int kDevices = 4;
 constexpr auto kType = c10::DeviceType::PrivateUse1;
 
 // Something that a stream has to come to the end of before what is queued behind it: a collective.

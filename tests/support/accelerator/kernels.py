@@ -140,20 +140,19 @@ class _Call:
 
     def check_devices(self) -> torch.device:
         """On which it runs; all tensors must be there, but for numbers, and indices."""
-        devices = {tensor.device for tensor, _ in self._touched} or {self._target}
+        devices = {tensor.device for tensor, _ in self._touched}
+        if not devices and self._target is not None:
+            devices = {self._target}
         name = self._op._schema.name
         if len(devices) > 1 or (self._mixed and not name.startswith(_MAY_MIX)):
             found = ", ".join(sorted(map(str, devices | ({torch.device("cpu")} if self._mixed else set()))))
             raise RuntimeError(f"{name}: Expected all tensors to be on the same device, but found {found}")
         (device,) = devices
-        assert device is not None
         return device
 
     def extents(self, written: bool) -> Iterator[Extent]:
-        views_only = any(
-            argument.alias_info is not None and not argument.alias_info.is_write
-            for argument in self._op._schema.arguments
-        )
+        aliases = [one.alias_info for one in self._op._schema.arguments if one.alias_info is not None]
+        views_only = any(not alias.is_write for alias in aliases)
         for tensor, is_written in self._touched:
             if is_written is written and tensor.numel() and not (views_only and not is_written):
                 yield extent(tensor)

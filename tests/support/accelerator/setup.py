@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+from torch.utils import backend_registration
 
 from tests.support.accelerator import build
 from tests.support.accelerator.kernels import Kernels
@@ -23,16 +25,16 @@ class _Parts:
     """What lives as long as the process."""
 
     def __init__(self) -> None:
-        torch.utils.rename_privateuse1_backend(NAME)
+        backend_registration.rename_privateuse1_backend(NAME)
         self.device = build.load()
         self.timeline = Timeline(self.device)
         torch._register_device_module(NAME, _module())
-        torch.utils.generate_methods_for_privateuse1_backend()
+        backend_registration.generate_methods_for_privateuse1_backend()
         self.kernels = Kernels(self.device, self.timeline, NAME)
         dist.Backend.register_backend(NAME, self._backend, devices=[NAME])
 
     def _backend(self, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-        carrier = dist.ProcessGroupGloo(dist.PrefixStore("carrier", store), rank, size, timeout)
+        carrier = dist.ProcessGroupGloo(PrefixStore("carrier", store), rank, size, timeout)
         return self.device.DeviceBackend(carrier, rank, size, timeout.total_seconds())
 
 
@@ -68,7 +70,7 @@ def _module() -> ModuleType:
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "_is_in_bad_fork": lambda: False,
-        "device_count": lambda: 2,
+        "device_count": lambda: 4,
         "current_device": accelerator.current_device_index,
         "set_device": accelerator.set_device_index,
         "current_stream": accelerator.current_stream,

@@ -1,7 +1,7 @@
 """What was queued on which stream in which order, and the detector that judges it.
 
-The detector is torch's own (`torch.cuda._sanitizer.EventHandler`), which needs no CUDA: it is told of kernels with what they
-read and write, of events that are recorded and waited for, and of waits of the host. What it knows memory by is an
+The detector is torch's own (`torch.cuda._sanitizer.EventHandler`), which needs no CUDA: it is told of kernels with what
+they read and write, of events that are recorded and waited for, and of waits of the host. What it knows memory by is an
 address; so each block is cut into the pieces that accesses have in common, and each piece goes by its first address.
 """
 
@@ -46,7 +46,7 @@ class _Stack:
         return traceback.StackSummary.from_list([(file, line, name, None) for file, line, name in names]).format()
 
 
-_sanitizer.traceback = SimpleNamespace(StackSummary=_Stack, walk_stack=traceback.walk_stack)  # type: ignore[assignment]
+vars(_sanitizer)["traceback"] = SimpleNamespace(StackSummary=_Stack, walk_stack=traceback.walk_stack)
 
 
 class Kind(IntEnum):
@@ -165,7 +165,7 @@ class Timeline:
             self._cut(begin, end)
         written = {piece for extent in writes for piece in self._pieces(*extent)}
         read = {piece for extent in reads for piece in self._pieces(*extent)} - written
-        aliases: dict[int, list[str]] = dict.fromkeys(read | written, [])
+        aliases: dict[int, list[str]] = {piece: [] for piece in read | written}
         self._note(self._handler._handle_kernel_launch(stream, read, written, set(), name, aliases))
 
     def _free(self, begin: int) -> None:
@@ -178,22 +178,20 @@ class Timeline:
             if (info := accesses.pop(piece, None)) is None:
                 continue
             for access in [*info.reads, *([info.write] if info.write else [])]:
-                if access.stream != block.stream and not any(
-                    access.seq_num <= s.get(access.stream, -1) for s in states
-                ):
+                ordered = any(access.seq_num <= state.get(access.stream, -1) for state in states)
+                if access.stream != block.stream and not ordered:
                     where = "".join(access.stack_trace.format()[-12:])
-                    self.races.append(
-                        f"memory was freed while stream {access.stream} used it: {access.operator}\n{where}"
-                    )
+                    what = f"memory was freed while stream {access.stream} used it: {access.operator}"
+                    self.races.append(f"{what}\n{where}")
 
     def _note(self, errors: list[SynchronizationError]) -> None:
         for error in errors[:1]:
             assert isinstance(error, UnsynchronizedAccessError)
             first, second = error.previous_access, error.current_access
             self.races.append(
-                f"{second.operator} on stream {second.stream}, {second.type} what {first.operator} on stream {first.stream} is "
-                f"{first.type}, with nothing between them.\nfirst:\n{''.join(first.stack_trace.format()[-14:])}"
-                f"then:\n{''.join(second.stack_trace.format()[-14:])}"
+                f"{second.operator} on stream {second.stream}, {second.type} what {first.operator} on stream "
+                f"{first.stream} is {first.type}, with nothing between them.\nfirst:\n"
+                f"{''.join(first.stack_trace.format()[-14:])}then:\n{''.join(second.stack_trace.format()[-14:])}"
             )
 
     # --- memory in pieces --------------------------------------------------------------------------------
@@ -207,7 +205,7 @@ class Timeline:
 
     def _cut(self, begin: int, end: int) -> None:
         block = self._block(begin)
-        assert block.begin <= begin and end <= block.end, "an access to memory that is not allocated"
+        assert block.begin <= begin <= end <= block.end, "an access to memory that is not allocated"
         for address in (begin, end):
             at = bisect.bisect_left(block.pieces, address)
             if address == block.end or (at < len(block.pieces) and block.pieces[at] == address):
