@@ -2,9 +2,9 @@
 
     gradsync run --ranks 2 examples/gpu_check.py
 
-One rank for each device; on CPUs it runs as far as it goes. It trains a small stack of layers, compares the gradients with
-those of one process on the whole batch, compares the replicas to the last bit, measures how much of the communication is
-hidden by backward, and puts the time of a step beside that of torch's DDP.
+One rank for each device; on CPUs it runs as far as it goes. It trains a small stack of layers, compares the gradients
+with those of one process on the whole batch, compares the replicas to the last bit, measures how much of the
+communication is hidden by backward, and puts the time of a step beside that of torch's DDP.
 """
 
 from __future__ import annotations
