@@ -59,7 +59,8 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
 
 def in_low_precision(op: Any, *args: Any) -> Any:
     """As autocast does on devices that it knows."""
-    key = torch._C.DispatchKeySet(torch._C._parse_dispatch_key("AutocastPrivateUse1"))
-    with torch._C._ExcludeDispatchKeyGuard(key):
+    key = torch._C._parse_dispatch_key("AutocastPrivateUse1")
+    assert key is not None
+    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
         dtype = torch.get_autocast_dtype(torch._C._get_privateuse1_backend_name())
         return op(*(x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for x in args))
