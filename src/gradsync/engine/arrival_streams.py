@@ -52,7 +52,7 @@ class ArrivalStreams:
                 _torch.keep_for(gradient, here)
 
     def _current(self, device: torch.device) -> torch.Stream:
-        stream = torch.accelerator.current_stream(device)
+        stream = _torch.current_stream(device)
         if not self._several:
             self._several = self._first.setdefault(device, stream) != stream
         return stream
