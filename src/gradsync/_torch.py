@@ -463,6 +463,29 @@ def accelerator() -> str:
     return "cuda" if found is None else found.type
 
 
+@lru_cache(maxsize=64)
+def has_streams(device: torch.device) -> bool:
+    """Whether what is computed on a device is queued on streams."""
+    found = torch.accelerator.current_accelerator()
+    return found is not None and found.type == device.type
+
+
+def current_stream(device: torch.device) -> torch.Stream:
+    """As `torch.accelerator.current_stream`, in a fifth of its time (0.45 us): it is asked for each gradient (2.13)."""
+    found: torch.Stream = torch._C._accelerator_getStream(device.index)
+    return found
+
+
+def keep_for(tensor: Tensor, stream: torch.Stream) -> None:
+    """Its memory is used on that stream too: freed, it is not used again before that (2.13: also inside a DTensor)."""
+    inside = local(tensor)
+    if inside.layout is torch.strided:
+        inside.record_stream(stream)
+        return
+    for part in (inside._indices(), inside._values()):
+        part.record_stream(stream)
+
+
 def to_kwargs(inputs: Any, kwargs: Any, device: torch.device) -> Any:
     """Positional and keyword inputs with their tensors on `device`, each in a tuple of one."""
     return _to_kwargs(inputs, kwargs, device, use_side_stream_for_tensor_copies=True)

@@ -98,6 +98,14 @@ def look_at_gan(model: nn.Module, printed: str) -> None:
     assert gradsync.statistics(generator).rounds == gradsync.statistics(discriminator).rounds == 400
 
 
+def look_at_gpu_check(model: nn.Module, printed: str) -> None:
+    if dist.get_rank() == 0:
+        (error,) = re.findall(r"largest relative error (\S+)", printed)
+        assert float(error) < 1e-4
+        assert "equal to the last bit" in printed
+        assert re.search(r"beside DDP +\d+\.\d\d of its time", printed)
+
+
 def look_at_recommender(model: nn.Module, printed: str) -> None:
     gradient = model.get_parameter("users.weight").grad
     assert gradient is not None
@@ -120,6 +128,16 @@ def look_at_recommender(model: nn.Module, printed: str) -> None:
 )
 def test_it_learns(ranks: Ranks, name: str, steps: int, what: str, share: float) -> None:
     ranks(learns, 2, name, steps, what, share, limit=LIMIT, backend=None)
+
+
+def checks() -> None:
+    model, printed = trained("gpu_check", "--steps", "2", "--width", "16", "--layers", "3")
+    look_at_gpu_check(model, printed)
+    dist.destroy_process_group()
+
+
+def test_the_check_of_accelerators_runs_on_a_cpu(ranks: Ranks) -> None:
+    ranks(checks, 2, limit=LIMIT, backend=None)
 
 
 def test_each_example_is_tested_and_described() -> None:

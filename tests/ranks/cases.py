@@ -513,7 +513,7 @@ class Words(nn.Module):
 
 
 def _words(env: Env) -> Tensor:
-    return torch.randint(20, (6,), generator=torch.Generator().manual_seed(env.step * 8 + env.rank))
+    return env.here(torch.randint(20, (6,), generator=torch.Generator().manual_seed(env.step * 8 + env.rank)))
 
 
 def plain_sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -541,7 +541,7 @@ def nothing_but_a_sparse_embedding(env: Env) -> None:
 
 @case(mlp, dtype=torch.float32, tolerance=1e-2)
 def autocast(env: Env) -> None:
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(env.device, torch.bfloat16):
         loss = env.front(env.x()).float().square().mean()
     env.backward(loss)
 
@@ -549,7 +549,7 @@ def autocast(env: Env) -> None:
 @case(mlp, dtype=torch.float32, tolerance=1e-6, zero=None)
 def grad_scaler_and_clipping(env: Env) -> None:
     """Scaled, unscaled, clipped: what the optimizer sees is the clipped mean."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=128.0)
+    scaler = torch.amp.GradScaler(env.device, init_scale=128.0)
     env.backward(scaler.scale(env.front(env.x()).square().mean()))
     if env.optimizer is not None:
         scaler.unscale_(env.optimizer)
@@ -604,7 +604,7 @@ def lbfgs_with_a_closure(env: Env) -> None:
     """All ranks use the same data, so that the oracle's closure can be that of any rank."""
     if env.optimizer is None:
         return
-    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(env.step))
+    x = env.here(torch.randn(3, 4, generator=torch.Generator().manual_seed(env.step)))
 
     def closure() -> float:
         env.module.zero_grad()

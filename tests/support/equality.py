@@ -39,13 +39,18 @@ class Env:
     step: int
     alone: bool  # the oracle: one process for all ranks
     optimizer: torch.optim.Optimizer | None = None
+    device: str = "cpu"
     drawn: int = 0
+
+    def here(self, tensor: Tensor) -> Tensor:
+        """The same on the device on which the module computes."""
+        return tensor.to(self.device)
 
     def x(self, *shape: int) -> Tensor:
         """This rank's data, another draw each time."""
         self.drawn += 1
         seed = ((self.step * 16 + self.rank) << 8) + self.drawn
-        return torch.randn(*(shape or (3, 4)), generator=torch.Generator().manual_seed(seed))
+        return self.here(torch.randn(*(shape or (3, 4)), generator=torch.Generator().manual_seed(seed)))
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         (loss / self.size if self.alone else loss).backward(**kwargs)
@@ -101,24 +106,33 @@ def torch_front(case: Case, module: nn.Module, transport: str) -> Callable[..., 
 FRONTS = {"replicate": replicate_front, "ddp": ddp_front, "copies": copies_front, "torch": torch_front}
 
 
-def check_case(case: Case, fronts: Iterable[str] = ("replicate", "ddp"), transports: Iterable[str] = ("auto",)) -> None:
-    """On a rank: trains the case on each front and over each transport in turn, next to the oracle."""
+def check_case(
+    case: Case,
+    fronts: Iterable[str] = ("replicate", "ddp"),
+    transports: Iterable[str] = ("auto",),
+    device: str = "cpu",
+) -> None:
+    """On a rank: trains the case on each front and over each transport in turn, next to the oracle on the CPU."""
     for name, transport in itertools.product(fronts, transports):
         with _default_dtype(case.dtype):
             try:
-                _check(case, name, transport)
+                _check(case, name, transport, device)
             except Exception as error:
                 where = f"case {case.name}, front {name}, transport {transport}"
                 error.add_note(where) if hasattr(error, "add_note") else None
                 raise
 
 
-def _check(case: Case, name: str, transport: str) -> None:
+def _check(case: Case, name: str, transport: str, device: str) -> None:
     buffers = name != "torch"  # which leaves those apart until the next forward
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(7)
     module = case.build()
     oracle = copy.deepcopy(module)
+    if device != "cpu":  # made there, as moving it would part weights that are tied
+        torch.manual_seed(7)
+        with torch.device(device):
+            module = case.build()
     with torch.no_grad():  # ranks begin apart: replicating has to make them equal
         for parameter in module.parameters():
             parameter.add_(rank)
@@ -129,7 +143,7 @@ def _check(case: Case, name: str, transport: str) -> None:
             torch.manual_seed(step)
             case.step(Env(oracle, oracle, r, size, step, alone=True, optimizer=expected if r == size - 1 else None))
         torch.manual_seed(step)
-        case.step(Env(front, module, rank, size, step, alone=False, optimizer=optimizer))
+        case.step(Env(front, module, rank, size, step, alone=False, optimizer=optimizer, device=device))
         _compare_gradients(module, oracle, case.tolerance, step)
         _compare_ranks(module, step, buffers)
         for each in (optimizer, expected):
@@ -155,7 +169,7 @@ def _compare(module: nn.Module, oracle: nn.Module, tolerance: float, step: int) 
 
 
 def _close(found: Tensor, expected: Tensor, tolerance: float, where: str) -> None:
-    found, expected = found.detach(), expected.detach()
+    found, expected = found.detach().to(expected.device), expected.detach()
     if found.is_sparse or expected.is_sparse:
         found, expected = found.to_dense(), expected.to_dense()
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance, msg=lambda text: f"{where}: {text}")

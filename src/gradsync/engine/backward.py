@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -139,8 +140,12 @@ class Listener(Protocol):
         """Autograd is about to accumulate into the leaf of this `id`."""
 
 
-def arm(listener: Listener, leaves: Sequence[Tensor], before: bool = False) -> Callable[[], object]:
+def arm(
+    listener: Listener, leaves: Sequence[Tensor], turn: AbstractContextManager[Any], before: bool = False
+) -> Callable[[], object]:
     """Tells of arrivals, and with `before` of what is about to arrive, until the function that it returns is called.
+
+    `turn`: taken meanwhile if the leaves are on several devices, for each of which autograd has a thread of its own.
 
     The listener is held weakly: a parameter may outlive its engine, and then the hooks are removed. All leaves share
     one function: a closure for each costs half a microsecond more an arrival, in cache misses.
@@ -152,7 +157,12 @@ def arm(listener: Listener, leaves: Sequence[Tensor], before: bool = False) -> C
         if me is not None:
             me.gradient_arrived(leaf)
 
-    handles = [leaf.register_post_accumulate_grad_hook(arrived) for leaf in leaves]
+    def arrived_in_turn(leaf: Tensor) -> None:
+        with turn:
+            arrived(leaf)
+
+    tell = arrived if len({leaf.device for leaf in leaves}) < 2 else arrived_in_turn
+    handles = [leaf.register_post_accumulate_grad_hook(tell) for leaf in leaves]
     if before:
         handles += _before(reference, leaves)
     return weakref.finalize(listener, _remove, handles)

@@ -196,9 +196,9 @@ class Bucket:
         if all(used):  # the usual case, without a list of ones
             self.tail.fill_(1)
             if flags:
-                self.tail[len(used) + 1 :] = torch.tensor(flags, dtype=torch.float32)
+                _say(self.tail[len(used) + 1 :], flags)
         else:
-            self.tail.copy_(torch.tensor([*used, True, *flags], dtype=torch.float32))
+            _say(self.tail, [*used, True, *flags])
 
     def read_usage(self) -> list[bool]:
         """For each place, whether any rank had a gradient for it."""
@@ -225,6 +225,11 @@ class Bucket:
     def _read_tail(self, start: int, end: int) -> list[float]:
         found = self.tail[start:end]
         return (found.real if found.is_complex() else found).tolist()
+
+
+def _say(places: Tensor, flags: Sequence[bool]) -> None:
+    """(An accelerator takes over what it is to copy: the host does not wait until it has come to that.)"""
+    places.copy_(torch.tensor(flags, dtype=torch.float32, device="cpu"), non_blocking=True)
 
 
 def _fill_places(views: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from gradsync import _torch
+from gradsync.engine.arrival_streams import ArrivalStreams
 from gradsync.engine.bucket import LARGE, Bucket
 from gradsync.engine.compute_parameter import ComputeParameter
 from gradsync.engine.managed_parameters import Managed
@@ -45,6 +46,7 @@ class ParameterGroup:
         self.hidden = {id(one.leaf): one.spec.name for one in managed if one.leaf is not one.parameter}
         self.as_view = as_view
         self.gradients = Gradients(self.holders, as_view)
+        self._streams = ArrivalStreams.of(self.leaves)
 
         self.dirty: set[int] = set()
         """Those with gradients that were never synchronized, also through many backwards without synchronization."""
@@ -75,9 +77,10 @@ class ParameterGroup:
     def name(self, index: int) -> str:
         return self.specs[index].name
 
-    def fold_in(self, indices: Iterable[int] | None = None) -> None:
+    def fold_in(self, indices: Sequence[int] | None = None) -> None:
         """Gradients that backward has left on compute parameters, all or these, go where their holders show them."""
         if self.hidden:
+            self.join_streams(indices)
             for index in range(len(self.holders)) if indices is None else indices:
                 holder = self.holders[index]
                 if isinstance(holder, ComputeParameter):
@@ -90,7 +93,14 @@ class ParameterGroup:
             self.dirty.add(index)
             if self.divided:
                 self.divided.pop(index, None)
+            if self._streams is not None:
+                self._streams.arrived(index)
         return index
+
+    def join_streams(self, indices: Iterable[int] | None = None) -> None:
+        """Before the current stream of an accelerator reads these gradients, or all, which may have come on others."""
+        if self._streams is not None:
+            self._streams.join(indices)
 
     def divide(self, index: int, ranks: float) -> None:
         """With sums: before autograd adds to a `.grad` that was reduced, as each rank will bring it."""

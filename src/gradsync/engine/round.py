@@ -204,6 +204,7 @@ class Round:
         last = number == len(group.buckets) - 1
         self._progress = group.transport.progress
         if not self._detached:
+            group.join_streams(bucket.indices)
             group.fold_in(bucket.indices)
         # A gradient that the view replaces is let go at once: memory for one set is enough. So is one of weight 0: if
         # no other rank has one, `.grad` becomes None.

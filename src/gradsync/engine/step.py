@@ -6,6 +6,7 @@ together in `backward_rounds.py`.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable, MutableMapping, Sequence, Set
 from functools import partial
@@ -93,6 +94,7 @@ class TrainingStep:
         self._timed = _torch.NO_GRAPH_TASK  # the latest of those
         self._rpc_contexts: set[int] = set()
         self._listening: tuple[ParameterGroup, Callable[[], object]] | None = None
+        self._turn = threading.RLock()  # autograd has a thread for each device, and all of them come here
         self._compare()
         self._claim()
         self._listen()
@@ -182,6 +184,10 @@ class TrainingStep:
 
     def _output_reached(self, gradient: Tensor) -> None:
         """Backward came to an output of the module: the first sign of a round."""
+        with self._turn:
+            self._backward_reached()
+
+    def _backward_reached(self) -> None:
         self._notice_death()
         if self.managed.compute_parameters and not _torch.another_half_follows():
             self._backward.enter()
@@ -364,6 +370,8 @@ class TrainingStep:
         """After a backward; compute parameters hand over what they were given."""
         self._backward.forget()
         if not self.reducer.split:  # else second halves follow, which look for them
+            if self.managed.compute_parameters:
+                self.reducer.group.join_streams()
             self.managed.compute_parameters.fold_in()
             self.managed.compute_parameters.end_backward()
 
@@ -454,7 +462,7 @@ class TrainingStep:
         if self._listening is None or self._listening[0] is not group:
             self._stop_listening()
             is_sum = self.reducer.config.scaling.multiplicity != 1
-            self._listening = group, arm(self, group.leaves, before=is_sum)
+            self._listening = group, arm(self, group.leaves, self._turn, before=is_sum)
 
     def _stop_listening(self) -> None:
         if self._listening is not None:

@@ -58,9 +58,17 @@ class Fingerprint:
     def value(self) -> int:
         """A number of 31 bits."""
         total = self._crc
-        for one in self._sums:
-            total = (total * 0x9E3779B97F4A7C15 + int(one)) & (2**64 - 1)
+        for one in _numbers(self._sums):
+            total = (total * 0x9E3779B97F4A7C15 + one) & (2**64 - 1)
         return (total ^ (total >> 31)) & _MASK
+
+
+def _numbers(sums: Sequence[Tensor]) -> list[int]:
+    """An accelerator is waited for once, not for each."""
+    if len({one.device for one in sums}) == 1:
+        found: list[int] = torch.stack(list(sums)).tolist()
+        return found
+    return [int(one) for one in sums]
 
 
 class Comparison:

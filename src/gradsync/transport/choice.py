@@ -12,6 +12,7 @@ from torch import Tensor
 from gradsync import _torch, log
 from gradsync.errors import InvalidOptionError, SharedMemoryError
 from gradsync.options import TransportChoice
+from gradsync.transport import devices
 from gradsync.transport.base import Transport
 from gradsync.transport.bridge import Bridge
 from gradsync.transport.hierarchical import HierarchicalTransport
@@ -44,6 +45,8 @@ def choose(
     if not, "auto" is the process group. `init_sync`: the option, which must be the same on all ranks. `alone`: the
     other ranks may not call this at all.
     """
+    tensors = list(tensors)
+    devices.check_current(group, tensors)
     if requested == "auto" and may_communicate:
         requested = os.environ.get(VARIABLE) or requested
     member = Membership(group)
@@ -66,7 +69,14 @@ def choose(
         return ProcessGroupTransport(group, reason)
     elsewhere = sorted({tensor.device.type for tensor in tensors} - {"cpu"})
     obstacle = f"has parameters on {', '.join(elsewhere)}" if elsewhere else ""
-    with rendezvous(member, requested=requested, obstacle=obstacle, init_sync=init_sync, on_cpu=not elsewhere) as come:
+    with rendezvous(
+        member,
+        requested=requested,
+        obstacle=obstacle,
+        init_sync=init_sync,
+        on_cpu=not elsewhere,
+        devices=devices.describe(tensors),
+    ) as come:
         return _choose_together(member, come, requested, dedicated)
 
 
@@ -87,6 +97,8 @@ def _say_unwatched(member: Membership, why: str) -> None:
 def _choose_together(member: Membership, come: Rendezvous, requested: str, dedicated: bool) -> Transport:
     """By what all ranks know of each other, so that all choose the same."""
     check_same_init_sync(member.rank, [one.init_sync for one in come.announcements])
+    everyone = come.announcements
+    devices.check_own(member.group, [one.place for one in everyone], [one.devices for one in everyone])
     by_request = ranks_by([one.requested for one in come.announcements])
     if len(by_request) > 1:
         found = ", ".join(f"{text!r} on rank {listed(ranks)}" for text, ranks in by_request.items())

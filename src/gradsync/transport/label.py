@@ -44,18 +44,19 @@ def differing(labels: Iterable[Label]) -> int:
 
 def write(places: Tensor, labels: tuple[Label, ...]) -> None:
     """Says what all of these say."""
-    places.copy_(_written(labels, places.dtype, places.device))
+    places.copy_(_written(labels, places.dtype), non_blocking=True)  # else it would stop the host on an accelerator
 
 
 @lru_cache(maxsize=16)  # all buckets of a round have the same
-def _written(labels: tuple[Label, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def _written(labels: tuple[Label, ...], dtype: torch.dtype) -> Tensor:
+    """(On the CPU: on an accelerator it would belong to the stream on which it was made.)"""
     ones = zeros = 0
     for value, mask, _ in labels:
         ones |= value & mask
         zeros |= ~value & mask
     bits = [(number >> bit) & 1 for number in (zeros, ones) for bit in range(BITS)]
     with torch.inference_mode(False):
-        return torch.tensor(bits, dtype=dtype, device=device)
+        return torch.tensor(bits, dtype=dtype, device="cpu")
 
 
 def read(places: Tensor) -> int:

@@ -75,6 +75,8 @@ class Announcement(NamedTuple):
     """Names of those that it has with the ranks of this group already."""
     spare_groups: tuple[str, ...] = ()
     """Names of dedicated groups that no replica uses any more."""
+    devices: tuple[str, ...] = ()
+    """Names of the accelerators with its parameters, see `devices.py`."""
 
 
 class Connected(NamedTuple):
@@ -121,13 +123,19 @@ def check_same_init_sync(rank: int, values: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def rendezvous(
-    member: Membership, *, requested: str = "", obstacle: str = "", init_sync: str = "", on_cpu: bool = True
+    member: Membership,
+    *,
+    requested: str = "",
+    obstacle: str = "",
+    init_sync: str = "",
+    on_cpu: bool = True,
+    devices: tuple[str, ...] = (),
 ) -> Iterator[Rendezvous]:
     """Inside, all ranks of the group have come, and know what each of them announced (see `Announcement`).
 
     What fails inside is told to the other ranks. The watch for lost ranks goes on behind it, unless it was ended.
     """
-    come = Rendezvous(member, requested, obstacle, init_sync, on_cpu)
+    come = Rendezvous(member, requested, obstacle, init_sync, on_cpu, devices)
     try:
         with come.start_watch.reporting_failure():
             yield come
@@ -143,7 +151,15 @@ def rendezvous(
 class Rendezvous:
     """The ranks of one group, who have come to find out who shares a host; see `rendezvous`."""
 
-    def __init__(self, member: Membership, requested: str, obstacle: str, init_sync: str, on_cpu: bool) -> None:
+    def __init__(
+        self,
+        member: Membership,
+        requested: str,
+        obstacle: str,
+        init_sync: str,
+        on_cpu: bool,
+        devices: tuple[str, ...] = (),
+    ) -> None:
         self._member = member
         self._listener: handshake.Listener | None = None
         self.watch: Watch | None = None
@@ -183,6 +199,7 @@ class Rendezvous:
             memories=tuple(sorted(self._memories)),
             watches=tuple(sorted(self._watches)),
             spare_groups=tuple(dedicated_group.spare_groups(member.group)),
+            devices=devices,
         )
         found = self._exchange(_ANNOUNCEMENT, json.dumps(mine._asdict()))
         # A rank that skips the rendezvous announces no more than `init_sync`, which then is not the same on all.
