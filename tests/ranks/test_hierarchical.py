@@ -24,8 +24,10 @@ from gradsync.errors import ReplicaLostError, RoundTimeoutError
 from gradsync.transport import handshake
 from gradsync.transport.label import Label
 from gradsync.transport.process_group import ProcessGroupTransport
+from tests.ranks.cases import CASES
 from tests.ranks.memory import be_on_host, requests, same_on_all, transport, transport_of
-from tests.ranks.small import build, make, same_everywhere
+from tests.ranks.small import backward, build, make, same_everywhere
+from tests.support.equality import SHARED, check_case
 from tests.support.hosts import Host, hosts_or_skip
 from tests.support.outcome import End
 from tests.support.patience import crowding
@@ -358,6 +360,41 @@ def sums_there() -> None:
 @pytest.mark.parametrize("shape", [(0, 0, 1, 1), (0, 1, 1, 2, 2), (0, 0, 0, 1, 1, 1)], ids=str)
 def test_on_hosts(ranks: Ranks, hosts: list[Host], shape: Shape) -> None:
     ranks(on_the_network, len(shape), hosts, shape, backend=None)
+
+
+def one_model_a_host(hosts: list[Host], shape: Shape) -> None:
+    """Cases with shared parameters, after backward; and in it, to the same."""
+    enter(hosts, shape)
+    for name in (
+        "through_forward",
+        "accumulation",
+        "branch_by_rank_and_step",
+        "foreach_adamw",
+        "batch_norm",
+        "weighted",
+    ):
+        check_case(CASES[name], SHARED, ["hierarchical"])
+    made = []
+    for in_backward in (False, True):
+        model = make("replicate", build(), share_parameters=True, transport="hierarchical")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        if in_backward:
+            gradsync.overlap_optimizer(model, optimizer)
+        else:
+            gradsync.share_optimizer(optimizer)
+        for step in range(4):
+            backward(model, step)
+            if not in_backward:
+                optimizer.step()
+                optimizer.zero_grad()
+        same_everywhere(model)
+        made.append(list(model.parameters()))
+    torch.testing.assert_close(*made, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(0, 0, 1, 1), (0, 0, 1)], ids=str)
+def test_one_model_a_host(ranks: Ranks, hosts: list[Host], shape: Shape) -> None:
+    ranks(one_model_a_host, len(shape), hosts, shape, backend=None)
 
 
 def killed_on_a_host(hosts: list[Host], shape: Shape, doomed: int) -> None:

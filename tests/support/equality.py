@@ -95,6 +95,15 @@ def copies_front(case: Case, module: nn.Module, transport: str) -> Callable[...,
     return gradsync.DistributedDataParallel(module, **options)
 
 
+def shared_front(case: Case, module: nn.Module, transport: str) -> Callable[..., Any]:
+    """One model a host: the optimizer is shared, too."""
+    return gradsync.replicate(module, share_parameters=True, **_options(case, transport))
+
+
+def shared_ddp_front(case: Case, module: nn.Module, transport: str) -> Callable[..., Any]:
+    return gradsync.DistributedDataParallel(module, share_parameters=True, **_options(case, transport))
+
+
 def _options(case: Case, transport: str) -> dict[str, Any]:
     return {"bucket_cap_mb": TINY_BUCKETS, "transport": transport, **case.options}
 
@@ -103,7 +112,8 @@ def torch_front(case: Case, module: nn.Module, transport: str) -> Callable[..., 
     return nn.parallel.DistributedDataParallel(module, bucket_cap_mb=TINY_BUCKETS, **(case.torch or {}))
 
 
-FRONTS = {"replicate": replicate_front, "ddp": ddp_front, "copies": copies_front, "torch": torch_front}
+SHARED = {"shared": shared_front, "shared_ddp": shared_ddp_front}
+FRONTS = {"replicate": replicate_front, "ddp": ddp_front, "copies": copies_front, "torch": torch_front} | SHARED
 
 
 def check_case(
@@ -138,6 +148,8 @@ def _check(case: Case, name: str, transport: str, device: str) -> None:
             parameter.add_(rank)
     front = FRONTS[name](case, module, transport)
     optimizer, expected = case.optimizer(module.parameters()), case.optimizer(oracle.parameters())
+    if name in SHARED:
+        gradsync.share_optimizer(optimizer)
     for step in range(STEPS):
         for r in range(size):
             torch.manual_seed(step)
