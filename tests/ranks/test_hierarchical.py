@@ -371,7 +371,6 @@ def one_model_a_host(hosts: list[Host], shape: Shape) -> None:
         "branch_by_rank_and_step",
         "foreach_adamw",
         "batch_norm",
-        "weighted",
     ):
         check_case(CASES[name], SHARED, ["hierarchical"])
     made = []
