@@ -82,12 +82,10 @@ class HierarchicalTransport:
         return self.allocate(requests)  # many are under way at a time, as crossing takes long
 
     def is_free(self, buffer: Tensor) -> bool:
-        found = self._buffers.find(buffer)
-        return found is None or found.sums.is_free()
+        return self._buffers.is_free(buffer)
 
     def await_free(self, buffer: Tensor) -> None:
-        if (found := self._buffers.find(buffer)) is not None:
-            found.sums.await_free()
+        self._buffers.await_free(buffer)
 
     def reduce_share(self, buffer: Tensor, data: int, scale: float, label: Label = UNLABELLED) -> ShareWork:
         found = self._buffers.find(buffer)

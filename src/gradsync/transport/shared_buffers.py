@@ -82,6 +82,16 @@ class SharedBuffers:
         self._sums[address] = SlotSums(self._host, made)
         return made.release_with_slot(partial(self._sums.pop, address, None))
 
+    def is_free(self, buffer: Tensor) -> bool:
+        """Whether nobody needs what is in it for the latest sum. Memory of one's own is free between rounds."""
+        found = self.find(buffer)
+        return found is None or found.sums.is_free()
+
+    def await_free(self, buffer: Tensor) -> None:
+        """Until it is."""
+        if (found := self.find(buffer)) is not None:
+            found.sums.await_free()
+
     def find(self, buffer: Tensor) -> Found | None:
         """None: it is no part of what was allocated here."""
         sums = self._sums.get(buffer.untyped_storage().data_ptr()) if buffer.device.type == "cpu" else None
