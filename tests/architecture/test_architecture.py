@@ -158,7 +158,7 @@ def test_the_engine_is_our_own() -> None:
 # What belongs to torch or Python, and is meant to be set by whoever has the object.
 SET_BY_ANYBODY = {
     *("grad", "data", "requires_grad", "__class__", "param_groups"),  # tensors, modules and optimizers
-    *("_opt_called", "_ddp_ignored", "_ddp_params_and_buffers_to_ignore"),  # torch's marks
+    *("_opt_called", "_wrapped_by_lr_sched", "_ddp_ignored", "_ddp_params_and_buffers_to_ignore"),  # torch's marks
     *("atexit", "restype", "argtypes"),  # of weakref.finalize and ctypes
     "gradient_norm",  # of an optimizer, for its user to read
     "last_value",  # of sys: as Python itself leaves it there at the end of a script
