@@ -29,6 +29,7 @@ def on_files(files: Files, config: Any) -> Files:
 def pages() -> dict[str, str]:
     scripts = {path.name: path.read_text() for path in sorted((ROOT / "examples").glob("*.py"))}
     examples = re.sub(r"\[(\w+)\.py\]\(\1\.py\)", r"[\1.py](#\1py)", (ROOT / "examples" / "README.md").read_text())
+    examples = examples.replace("](../docs/", "](")  # its pages lie side by side here
     decisions = sorted((ROOT / "docs" / "decisions").glob("*.md"))
     titles = [(path.name, path.read_text().partition("\n")[0].removeprefix("# ")) for path in decisions]
     return {
