@@ -109,7 +109,7 @@ class Replica:
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As ever, on all ranks; parameters that lie once a host are written to by one of its ranks."""
-        with self._engine.one_writer():
+        with self._engine.one_writer(restores=True):
             return super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
 
     def set_sparse_rows(self, rows: Mapping[str, Tensor]) -> None:

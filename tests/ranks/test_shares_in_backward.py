@@ -349,6 +349,29 @@ def test_nan_is_told() -> None:
     assert list(found.value.ranks) == [1]
 
 
+@FRONTS
+@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
+@on_ranks(2)
+def test_a_checkpoint_makes_a_torn_model_whole(front: str, transport: str) -> None:
+    model = make(front, build(), share_parameters=True, bucket_cap_mb=0.0001, transport=transport)
+    optimizer = gradsync.overlap_optimizer(model, optim.SGD(model.parameters(), lr=0.1))
+    for step in range(2):
+        backward(model, step)
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    backward(model, 2)
+    wanted = [parameter.clone() for parameter in model.parameters()]
+    if dist.get_rank() == 1:
+        optimizer.param_groups[0]["lr"] = None
+    with pytest.raises((TypeError, UnfinishedRoundError)):
+        backward(model, 3)
+    optimizer.param_groups[0]["lr"] = 0.1
+    with pytest.raises(UnfinishedRoundError, match=r"load_state_dict\(\) of replica"), gradsync.one_writer(model):
+        pass
+    model.load_state_dict(saved)
+    backward(model, 2)
+    torch.testing.assert_close(list(model.parameters()), wanted, rtol=0, atol=0)
+
+
 def lose_a_rank(how: str) -> str:
     model = gradsync.replicate(build(), share_parameters=True, bucket_cap_mb=0.0001)
     optimizer = gradsync.overlap_optimizer(model, optim.SGD(model.parameters(), lr=0.1))

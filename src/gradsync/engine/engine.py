@@ -314,9 +314,9 @@ class Engine(TrainingStep):
         self._compare()
 
     @contextlib.contextmanager
-    def one_writer(self) -> Iterator[None]:
+    def one_writer(self, restores: bool = False) -> Iterator[None]:
         """What the body does to parameters counts once a host; without shared parameters, once a rank as ever."""
-        with contextlib.nullcontext() if self.shared is None else self.shared.one_writer(self.transport.rank):
+        with contextlib.nullcontext() if self.shared is None else self.shared.one_writer(self.transport.rank, restores):
             yield
 
     def promise_static_graph(self) -> None:

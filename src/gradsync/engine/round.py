@@ -438,8 +438,9 @@ class Round:
             assert self._finite is not None
             self._finite.reduced.add(group.name(index), mine)
         used = bucket.read_usage()
-        for index, held, is_used in zip(bucket.indices, flight.taken.held, used, strict=True):
-            self._holders[index].grad = None if is_used else held
+        taken = flight.taken
+        for index, held, brought, is_used in zip(bucket.indices, taken.held, taken.used, used, strict=True):
+            self._holders[index].grad = None if is_used or brought else held
         try:
             group.mark_clean(bucket.indices)
             with unsynchronized.trusted():

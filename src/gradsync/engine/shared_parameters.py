@@ -178,24 +178,31 @@ class SharedParameters:
         return self.memory is not None and list(map(Tensor.data_ptr, self._parameters)) != self._addresses
 
     @contextlib.contextmanager
-    def one_writer(self, rank: int) -> Iterator[None]:
-        """What the body does to parameters counts once a host: all ranks but one do it to copies, which are dropped."""
+    def one_writer(self, rank: int, restores: bool = False) -> Iterator[None]:
+        """What the body does to parameters counts once a host: all ranks but one do it to copies, which are dropped.
+
+        `restores`: it gives whole values to parameters that may be torn.
+        """
         memory = self.memory
+        if not restores:
+            self.check(rank)
         if memory is None or not memory.is_common:  # each rank has its own, and does the same
             yield
+            self._is_torn = ""
             return
-        self.check(rank)
-        writes = memory.local_rank == 0
+        writes, torn = memory.local_rank == 0, self._is_torn
         if not writes:
             self._show([tensor.clone() for tensor in self._tensors])
         memory.meet("the beginning of one_writer()")
         try:
             yield
+            torn = ""
         finally:
             memory.meet("the end of one_writer()")
             if not writes:
                 self._show(self._tensors)
             self.accept()
+            self.tear(torn)
 
     def give_back(self) -> None:
         """Each rank has its own copies again."""

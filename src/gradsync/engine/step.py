@@ -32,6 +32,8 @@ from gradsync.engine.uneven import Joining
 from gradsync.errors import (
     NoProcessGroupError,
     ParametersChangedError,
+    ReplicaLostError,
+    RoundTimeoutError,
     UnfinishedRoundError,
     UnsynchronizedStepError,
 )
@@ -395,7 +397,12 @@ class TrainingStep:
                     with unsynchronized.trusted():
                         config.stepper.round_closed(self.transport)
                 if config.share_stepper is not None:
-                    config.share_stepper.round_closed(self.transport, failed is not None)
+                    try:
+                        config.share_stepper.round_closed(self.transport, failed is not None)
+                    except (ReplicaLostError, RoundTimeoutError):
+                        raise
+                    except Exception as error:  # all ranks go on to the end of the round, and count it
+                        failed = failed or error
                 with ranged("buffers"):
                     self.buffers.round_closed()
                 if self.joining is not None:

@@ -96,7 +96,7 @@ class Part:
         return UnfinishedRoundError(
             f"rank {self.group.transport.rank}: step {steps + 1} of a shared optimizer did not come to its end: {why}. "
             "The parameters on this host, and the optimizer's state, are those of two steps; the last whole one was "
-            f"step {steps}. Go on from a checkpoint."
+            f"step {steps}. Go on from a checkpoint: load_state_dict() of replica and optimizer, on all ranks."
         )
 
     def take_share(self, inner: Optimizer, number: int, used: Sequence[bool], gradient: Tensor) -> list[Run]:
