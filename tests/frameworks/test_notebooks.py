@@ -29,7 +29,7 @@ def execute(sources: list[str], folder: Path) -> None:
 
     book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
     client = NotebookClient(
-        book, timeout=LIMIT * crowding(), kernel_name="python3", resources={"metadata": {"path": str(folder)}}
+        book, timeout=round(LIMIT * crowding()), kernel_name="python3", resources={"metadata": {"path": str(folder)}}
     )
     client.execute(env={**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"})
 
