@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.utils.dlpack
 from torch import Tensor
-from torch._C._distributed_c10d import AllgatherOptions, PrefixStore
+from torch._C._distributed_c10d import AllgatherOptions, HashStore, PrefixStore
 from torch._C._distributed_c10d import Store as Store
 from torch._C._distributed_c10d import TCPStore as TCPStore
 from torch._utils import _get_device_index
@@ -344,6 +344,17 @@ def ranks_of(group: dist.ProcessGroup) -> list[int]:
         return [-1 - id(group)]
 
 
+@lru_cache(maxsize=1)
+def group_of_one() -> dist.ProcessGroup:
+    """A group that has this process alone, and that c10d does not know (2.13: `get_world_size` asks the group)."""
+    return dist.ProcessGroup(HashStore(), 0, 1)
+
+
+def normalize_over(layer: torch.nn.SyncBatchNorm, group: Any) -> None:
+    """Over whose batches it takes its statistics (2.13: it looks this up in each forward)."""
+    layer.process_group = group
+
+
 def twin_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Another group of all ranks, with the same backend; all of them take part in making it."""
     made: dist.ProcessGroup = dist.new_group(
@@ -427,6 +438,17 @@ def all_gather(group: Any, of_all: list[Tensor], mine: Tensor) -> dist.Work:
     options = AllgatherOptions()
     options.asyncOp = True
     started: dist.Work = group.allgather([list(map(_as_real, of_all))], [_as_real(mine)], options)
+    return started
+
+
+def all_to_all(group: Any, received: Tensor, sent: Tensor, sizes: list[int], of_sent: list[int]) -> dist.Work:
+    """Starts sending each rank its part of a flat tensor; of what is received, so many elements come from each."""
+    if received.is_complex():
+        received, sent = _as_real(received).view(-1), _as_real(sent).view(-1)
+        sizes, of_sent = [2 * size for size in sizes], [2 * size for size in of_sent]
+    options = dist.AllToAllOptions()
+    options.asyncOp = True
+    started: dist.Work = group.alltoall_base(received, sent, sizes, of_sent, options)
     return started
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gradsync.events import NO_TRAFFIC, Traffic
 from gradsync.transport.label import UNLABELLED, Label
+from gradsync.transport.tree import Order
 from gradsync.watch.watch import Watch
 
 
@@ -189,6 +190,16 @@ class Transport(Protocol):
         Called with the buffer, of which only what is behind the matrix has to be filled, the matrix, the numbers of
         its rows that are not zero, or None for any, the scale and the label.
         """
+
+    def reduce_in_order(self, terms: Sequence[Tensor], order: Order, scale: float, label: Label = UNLABELLED) -> Work:
+        """Starts replacing the first of `terms` on every rank by `scale` times the sum of all ranks' terms in `order`.
+
+        `terms`: buffers of one size, as many as the rank with most of them has, of which this rank fills its own, the
+        first ones; the transport may write to them. With a label they must end where memory ends that `allocate` gave.
+        """
+
+    def gather_tensors(self, mine: Tensor) -> list[Tensor]:
+        """Every rank's tensor, of the same shape and type; flat."""
 
     def reduce_sparse(self, gradient: Tensor, scale: float) -> SparseWork:
         """Starts summing `scale * gradient`, a sparse COO tensor, over the ranks."""

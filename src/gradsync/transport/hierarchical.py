@@ -28,6 +28,7 @@ from gradsync.transport.process_group import ProcessGroupTransport
 from gradsync.transport.share_crossing import ShareCrossing
 from gradsync.transport.share_of_whole import ShareOfWhole
 from gradsync.transport.shared_buffers import SharedBuffers
+from gradsync.transport.tree import Order
 from gradsync.watch.watch import Watch
 
 
@@ -94,7 +95,13 @@ class HierarchicalTransport:
             return ShareOfWhole(whole, buffer, data, self._host.local_rank, self._host.size)
         return ShareCrossing(self._bridge, found, data, scale, label)
 
+    def reduce_in_order(self, terms: Sequence[Tensor], order: Order, scale: float, label: Label = UNLABELLED) -> Work:
+        return self._group.reduce_in_order(terms, order, scale, label)
+
     # What is rare or odd goes the way of the process group: not all ranks see the same memory.
+
+    def gather_tensors(self, mine: Tensor) -> list[Tensor]:
+        return self._group.gather_tensors(mine)
 
     def reduce_sparse(self, gradient: Tensor, scale: float) -> SparseWork:
         return self._group.reduce_sparse(gradient, scale)

@@ -20,6 +20,7 @@ from gradsync.transport import label as labels
 from gradsync.transport import progress_engine, summation
 from gradsync.transport.base import Done, Request, ShareWork, SparseWork, Work, all_reduced
 from gradsync.transport.dedicated_group import Connections
+from gradsync.transport.gathered_sum import GatheredSum, ScaledAfter
 from gradsync.transport.label import UNLABELLED, Label
 from gradsync.transport.late_watch import LateWatch
 from gradsync.transport.link import Link
@@ -28,6 +29,7 @@ from gradsync.transport.own_memory import OwnMemory
 from gradsync.transport.share_of_whole import ShareOfWhole
 from gradsync.transport.start_watch import StartWatch
 from gradsync.transport.tensor_bytes import bytes_of
+from gradsync.transport.tree import Order
 from gradsync.transport.waiting import PAUSE
 from gradsync.watch.watch import Watch
 
@@ -36,7 +38,10 @@ BROADCAST_BYTES = 32 * 1024 * 1024
 
 
 class ProcessGroupTransport:
-    """The transport for everything: it asks of the group only all-reduce, broadcast and all-gather."""
+    """The transport for everything: it asks of the group only all-reduce, broadcast and all-gather.
+
+    (And all-to-all, for sums in the order of a tree.)
+    """
 
     name = "process_group"
     usual_caps: tuple[int, ...] = (MIB, 25 * MIB)
@@ -131,6 +136,22 @@ class ProcessGroupTransport:
         # On a GPU the scaling above and the collective are ordered by the current stream.
         work = self._connections.track(_torch.all_reduce(self._connections.carrier, buffer))
         return _InFlight(work, buffer, places, self._connections, self.size)
+
+    def reduce_in_order(self, terms: Sequence[Tensor], order: Order, scale: float, label: Label = UNLABELLED) -> Work:
+        first = terms[0]
+        if self.size == 1 or (self.size == 2 and order.most == 1):
+            return ScaledAfter(self.reduce(first, 1.0, label), first, scale)
+        mine, places = list(terms[: order.counts[self.rank]]), None
+        if label.mask:
+            mine = [one.as_strided((one.numel() + labels.PLACES,), (1,)) for one in mine]
+            for one in mine[1:]:
+                one[-labels.PLACES :].zero_()
+            places = mine[0][-labels.PLACES :]
+            labels.write(places, (label,))
+        return GatheredSum(mine, order, scale, self._connections, places)
+
+    def gather_tensors(self, mine: Tensor) -> list[Tensor]:
+        return [one.view(-1) for one in self._gather_cpu(mine.contiguous())]
 
     def allocate_reused(self, requests: Sequence[Request]) -> list[Tensor]:
         return self.allocate(requests)

@@ -25,9 +25,11 @@ from gradsync.transport.row_sum import RowSum
 from gradsync.transport.share_of_whole import ShareOfWhole
 from gradsync.transport.share_sum import ShareSum
 from gradsync.transport.shared_buffers import SharedBuffers
+from gradsync.transport.slot_sum_in_order import SlotSumInOrder
 from gradsync.transport.slot_sums import Reduction
 from gradsync.transport.staging import Staging
 from gradsync.transport.tensor_bytes import pack, unpack
+from gradsync.transport.tree import Order
 from gradsync.watch.watch import Watch
 
 _LABEL = struct.Struct("=qq")
@@ -92,6 +94,27 @@ class SharedMemoryTransport:
         if found is None:  # a type that has no sums in shared memory
             return ShareOfWhole(self._reduce_staged(buffer, scale, label), buffer, data, self.rank, self.size)
         return ShareSum(found.sums, scale, data, found.stop, label)
+
+    def reduce_in_order(self, terms: Sequence[Tensor], order: Order, scale: float, label: Label = UNLABELLED) -> Work:
+        found = [one for term in terms if (one := self._buffers.find(term)) is not None]
+        if len(found) < len(terms):
+            return self._reduce_staged_in_order(terms, order, scale, label)
+        first = found[0]
+        return SlotSumInOrder(first.sums, [one.sums.tensor for one in found], order, scale, first.stop, label)
+
+    def _reduce_staged_in_order(self, terms: Sequence[Tensor], order: Order, scale: float, label: Label) -> Work:
+        mine = terms[: order.counts[self.rank]]
+        shown = self._staging.exchange(_LABEL.pack(label.value, label.mask) + b"".join(map(pack, mine)))
+        differing = labels.differing(Label(*_LABEL.unpack_from(one)) for one in shown)
+        if not differing & label.essential:
+            buffer = terms[0]
+            received = [unpack(one[_LABEL.size :], buffer.dtype, buffer.device).split(buffer.numel()) for one in shown]
+            total = summation.sum_in_order([term for one in received for term in one], order, scale)
+            buffer.copy_(total.view(buffer.shape))
+        return Done(differing, Traffic(sum(term.nbytes for term in mine) * (self.size - 1)))
+
+    def gather_tensors(self, mine: Tensor) -> list[Tensor]:
+        return [unpack(one, mine.dtype, mine.device) for one in self._staging.exchange(pack(mine))]
 
     def _reduce_staged(self, buffer: Tensor, scale: float, label: Label) -> Work:
         """A buffer that is not in memory that all see: every rank adds up copies of all of them."""

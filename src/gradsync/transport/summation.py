@@ -2,7 +2,8 @@
 
 Addition of floating-point numbers is not associative, so the order decides the bits of the result. It is rank order,
 from left to right: ((0 + 1) + 2) + 3. Every function here takes its terms by rank. The result is the same on all ranks
-and in every run, whatever the timing.
+and in every run, whatever the timing. Where it must not depend on the number of ranks either, it is the order of a tree
+(`tree.py`): `sum_in_order`.
 
 Where torch decides the order, that still holds, as all ranks give it the same: `sum_sparse` and `sum_few`.
 
@@ -18,6 +19,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from gradsync.transport.tree import Order
 
 # Low precision is added up in a wider type and rounded once.
 _ACCUMULATE_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
@@ -87,6 +90,26 @@ def sum_of_copies(terms: Sequence[Tensor]) -> Tensor:
     wide = [term.to(_ACCUMULATE_IN.get(term.dtype, term.dtype)) for term in terms]
     sum_into_first(wide, [1] * len(wide))  # integers have sums here, but no scale of another type
     return wide[0]
+
+
+def sum_in_order(terms: Sequence[Tensor], order: Order, scale: float) -> Tensor:
+    """The sum in the order of a tree, times `scale`; it is in the first of the terms, which are all overwritten.
+
+    Each addition rounds to the type of the terms, as those do that a rank makes of its own shards: whoever makes an
+    addition, it is the same one. For the same reason the sum is scaled, not the terms.
+    """
+    for into, term in order.steps:
+        terms[into].add_(terms[term])
+    scale_(terms[0], scale)
+    return terms[0]
+
+
+def sum_sparse_in_order(terms: Sequence[Tensor], order: Order) -> Tensor:
+    """The same for sparse tensors, which are coalesced: two at a time have at most two values of an index."""
+    sums = list(terms)
+    for into, term in order.steps:
+        sums[into] = (sums[into] + sums[term]).coalesce()
+    return sums[0]
 
 
 def sum_rows_into(matrix: Tensor, sent: Sequence[Rows], mine: int) -> None:
