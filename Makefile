@@ -36,6 +36,7 @@ bench: $(VENV)/.bench ## speed, bandwidth, memory and the engine's own cost, aga
 	$(BIN)/python -m benchmarks footprint
 	$(BIN)/python -m benchmarks engine
 	$(BIN)/python -m benchmarks watch
+	$(BIN)/python -m benchmarks shards
 	$(BIN)/python -m benchmarks records
 
 conformance: $(VENV)/.test ## torch's own DistributedDataParallel tests against ours

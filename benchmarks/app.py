@@ -9,6 +9,7 @@ from benchmarks.engine import engine
 from benchmarks.footprint import footprint
 from benchmarks.hosts import hosts
 from benchmarks.records import records
+from benchmarks.shards import shards
 from benchmarks.sharing import sharing
 from benchmarks.step import step
 from benchmarks.watch import watch
@@ -23,6 +24,7 @@ EXAMPLES: dict[Callable[..., None], tuple[str, ...]] = {
     footprint: ("footprint", "footprint --width 0 --repetitions 3"),
     engine: ("engine", "engine --ranks 4 --parameters 100,1000"),
     watch: ("watch", "watch --ranks 4 --repetitions 50"),
+    shards: ("shards", "shards --ranks 4 --shards-a-rank 2 --repetitions 10"),
     records: ("records", "records --ranks 4 --repetitions 50"),
 }
 

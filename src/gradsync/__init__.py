@@ -2,12 +2,13 @@
 
 from typing import TYPE_CHECKING, Any
 
-from gradsync import contract, dropin, errors, observe, tensor_parallel
+from gradsync import contract, data, dropin, errors, observe, tensor_parallel
 from gradsync._version import __version__
 from gradsync.checkpoint import checkpoint
 from gradsync.ddp import DistributedDataParallel
 from gradsync.guard.fingerprint import fingerprint
 from gradsync.guard.unsynchronized import allow_unsynchronized_steps
+from gradsync.invariant.shards import Shards
 from gradsync.observe.statistics import Statistics
 from gradsync.options import Options
 from gradsync.replica import one_writer, overlap_optimizer, statistics, uneven, verify
@@ -37,11 +38,13 @@ __all__ = [
     "OffloadPolicy",
     "Options",
     "ReplicateModule",
+    "Shards",
     "Statistics",
     "__version__",
     "allow_unsynchronized_steps",
     "checkpoint",
     "contract",
+    "data",
     "dropin",
     "errors",
     "fingerprint",

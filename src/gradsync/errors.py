@@ -100,6 +100,10 @@ class UnfinishedRoundError(GradsyncError, RuntimeError):
     """A round was left open: its backward raised, or did not reach what it had to reach."""
 
 
+class ShardsError(GradsyncError, RuntimeError):
+    """A step by shards in a way in which its result would depend on the number of ranks."""
+
+
 class SecondOrderError(GradsyncError, RuntimeError):
     """A loss on gradients that were synchronized: what it would need of the other ranks is not there."""
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from gradsync import _torch
+from gradsync.engine.managed_parameters import HasGrad
 from gradsync.engine.plan import BucketPlan, Spec
 from gradsync.engine.reduce_config import Scaling
 from gradsync.transport.base import Transport, Work
@@ -120,6 +121,9 @@ class Bucket:
             if fits and len(ats) > 1:
                 stretch = self.data[first.offset : last.offset + last.numel]
                 yield ats[0], ats[-1] + 1, stretch.view(1, -1)
+
+    def bring(self, holders: Sequence[HasGrad]) -> None:
+        """Before gradients are taken: what is not in `.grad` of these parameters comes there."""
 
     def fill(self, gradients: list[Tensor | None]) -> None:
         """Brings each gradient to its place, if it is not there already, and zeros where there is none."""

@@ -48,6 +48,7 @@ class Buffers:
         self._ignored = IgnoredTensors(modules, ignored)
         self._hook: tuple[object, BufferHook, BufferHookLocation] | None = None
         self._out_of_data: bool | None = None
+        self._by_shards = False
         self._stale = False  # a round closed since the last exchange before evaluation
         self._kinds: dict[str, str] = {}
         self._read()
@@ -107,6 +108,10 @@ class Buffers:
     def set_options(self, options: Options) -> None:
         self._options = options
 
+    def leave_to_shards(self) -> None:
+        """From now on somebody else keeps them in step."""
+        self._by_shards = True
+
     def move_to(self, transport: Transport) -> None:
         """Goes on over another group."""
         self._transport = transport
@@ -123,8 +128,8 @@ class Buffers:
         self._run_hook(BufferHookLocation.POST_FORWARD)
 
     def round_closed(self) -> None:
-        self._stale = True
-        if self._hook is not None:
+        self._stale = not self._by_shards
+        if self._hook is not None or self._by_shards:
             return
         if self._options.buffers == "round":
             self.take_over()

@@ -26,6 +26,8 @@ from gradsync.engine.module_names import named_parameters
 from gradsync.engine.module_state import ModuleState, Settings
 from gradsync.engine.parameter_policy import ParameterPolicy
 from gradsync.engine.reducer import Reducer
+from gradsync.engine.shard_sums import ShardSums
+from gradsync.engine.sharded_step import ShardedStep
 from gradsync.engine.shared_parameters import SharedParameters
 from gradsync.engine.sparse_rows import check_rows
 from gradsync.engine.step import TrainingStep
@@ -33,6 +35,7 @@ from gradsync.engine.uneven import Joining
 from gradsync.errors import (
     HookError,
     InvalidOptionError,
+    ShardsError,
 )
 from gradsync.guard import replicas
 from gradsync.guard.start import Beginnings, check_layers, check_module, check_same_model, check_same_values
@@ -117,6 +120,7 @@ class Engine(TrainingStep):
         self.add_recorder(self.statistics.record)
         self._waits: WaitRecorder | None = None
         self._record_waits()
+        self._shards: ShardSums | None = None
         self.counts_without_data = True
         """Inside a `Join` context: whether ranks without data count in the mean."""
         self.final_source = 0
@@ -127,7 +131,7 @@ class Engine(TrainingStep):
     @property
     def synchronizing(self) -> bool:
         """Whether backwards that begin from now on are rounds, or only accumulate."""
-        return self.reducer.synchronizing
+        return self.reducer.wanted
 
     def synchronize(self, flag: bool) -> None:
         self.reducer.synchronize(arguments.flag("whether gradients are synchronized", flag))
@@ -149,6 +153,9 @@ class Engine(TrainingStep):
             raise InvalidOptionError(f"weights are for reduce='mean'; here it is {self.options.reduce!r}")
         if self.reducer.hooked:
             raise InvalidOptionError(_HOOK_DECIDES)
+        if self._shards is not None:
+            self._shards.weigh(self.transport.rank, weight)
+            return
         self.reducer.rescale(weight=weight if self.reducer.config.scaling.usual_weight else 0.0)
 
     def set_out_of_data(self, flag: bool | None) -> None:
@@ -193,6 +200,11 @@ class Engine(TrainingStep):
     def register_comm_hook(self, state: object, hook: Hook, known_as: str = "") -> None:
         """`known_as`: torch's name for one that is built in."""
         check_hook(hook)
+        if self._shards is not None:
+            raise ShardsError(
+                f"rank {self.transport.rank}: a communication hook does not go together with gradsync.Shards: it adds "
+                "up whole ranks, so that the result depends on how many there are. Leave out one of them."
+            )
         if self.reducer.config.share_stepper is not None:
             raise InvalidOptionError(
                 f"rank {self.transport.rank}: a communication hook does not go together with overlap_optimizer() and "
@@ -211,6 +223,11 @@ class Engine(TrainingStep):
         factor = arguments.number("a divide factor", factor)
         if not 0 < factor < float("inf"):
             raise InvalidOptionError(f"a divide factor must be a finite number above 0, but is {factor}")
+        if self._shards is not None:
+            raise ShardsError(
+                f"rank {self.transport.rank}: set_gradient_divide_factor() does not go together with gradsync.Shards: "
+                "the factor would have to depend on the number of ranks. Scale the loss instead."
+            )
         self.reducer.divide_by(factor)
         self._listen()
         self._settings.set_by_hand("gradient divide factor", repr(factor))
@@ -247,6 +264,33 @@ class Engine(TrainingStep):
     def _check_no_stepper(self) -> None:
         if self.reducer.config.steps_in_backward:
             raise HookError("an optimizer steps in this module's backward already; there can be one")
+
+    def add_up_shards(self, shards: int, overlap: bool) -> ShardedStep:
+        """From the next round on steps are computed shard by shard: by what this returns; see `Shards`."""
+        rank = self.transport.rank
+        refused = "does not go together with gradsync.Shards, whose steps must not depend on the number of ranks"
+        if self.reducer.hooked:
+            raise ShardsError(
+                f"rank {rank}: a communication hook {refused}: it adds up whole ranks. Leave out the hook."
+            )
+        if self.reducer.config.share_stepper is not None:
+            raise ShardsError(
+                f"rank {rank}: overlap_optimizer() with share_parameters=True {refused}. "
+                "Use gradsync.share_optimizer()."
+            )
+        if self.reducer.config.scaling.divisor is not None:
+            raise ShardsError(f"rank {rank}: set_gradient_divide_factor() {refused}. Scale the loss instead.")
+        if self.options.buffers == "never" and self.buffers.named():
+            raise ShardsError(
+                f"rank {rank}: buffers='never' {refused}: each rank would keep the buffers of its own shards. Leave "
+                "the option out: buffers become the mean over the shards."
+            )
+        self._shards = ShardSums(shards, self.options.reduce == "mean")
+        self.reducer.add_up_shards(self._shards)
+        self.buffers.leave_to_shards()
+        self._settings.set_by_hand("shards", str(shards))
+        self._listen()
+        return ShardedStep(self, self._shards, overlap)
 
     def know_sparse_rows(self, rows: Mapping[str, Tensor]) -> None:
         """Which rows of sparse gradients any rank will use, by the parameters' names."""

@@ -159,7 +159,7 @@ def total_weight(bucket: Bucket, scaling: Scaling) -> float:
     if not scaling.is_weighted_mean:
         return 1.0
     weight = bucket.read_weight()
-    rounding = scaling.ranks * torch.finfo(bucket.plan.dtype).eps
+    rounding = (scaling.shards or scaling.ranks) * torch.finfo(bucket.plan.dtype).eps
     return 1.0 if abs(weight - 1) <= rounding else weight
 
 

@@ -158,6 +158,7 @@ class Lockstep:
         self._number = 0  # of the next round
         self._stepped: bool | None = None  # since the latest round; None: not known, or not to be compared
         self._mismatches = 0
+        self._step: int | None = None
         self.set_alike(settings)
 
     @property
@@ -170,12 +171,21 @@ class Lockstep:
         self.settings = settings
         self._digest = digest(settings, 7)
 
+    def set_step(self, step: int | None) -> None:
+        """The rounds to come belong to this step of a training by shards; None: to no such one."""
+        self._step = step
+
+    @property
+    def _alike(self) -> str:
+        return self.settings if self._step is None else f"{self.settings}\nstep of the shards: {self._step}"
+
     # --- counting --------------------------------------------------------------------------------
 
     def next_round(self, follows: bool = False) -> Identity:
         """`follows`: on a rank without data, which takes part in whatever the others do."""
         stepped = None if follows or self._number == 0 else self._stepped
-        return Identity(self.serial, self._number, stepped, self._digest, follows)
+        # Steps that follow each other never look alike.
+        return Identity(self.serial, self._number, stepped, self._digest + (self._step or 0), follows)
 
     def count_round(self) -> None:
         """All ranks have ended it; steps are counted from here."""
@@ -242,7 +252,7 @@ class Lockstep:
     def mismatch(self, identity: Identity, kind: Kind, transport: Transport, described: str = "") -> GradsyncError:
         """After all that was sent has come home: says to the other ranks where this one is, and hears from them."""
         stepped, described = bool(identity.stepped), described or self.describe()
-        mine = Standing(self.name, identity.number, kind, stepped, self.settings, described)
+        mine = Standing(self.name, identity.number, kind, stepped, self._alike, described)
         standings: list[Standing | None] = [None] * transport.size
         standings[transport.rank] = mine
         self._mismatches += 1

@@ -172,6 +172,15 @@ class ManagedParameters:
             or (not self.compute_parameters.computing and self._registered.look_for_changes(doubt))
         )
 
+    def left_use(self) -> bool:
+        """Whether there are other parameters now, or in other forms, than those that rounds go on with."""
+        computing = self.compute_parameters.computing
+        if not computing and (self._structure.look_for_changes(False) or self._registered.look_for_changes(False)):
+            self._read()
+        elif (rows := self._compared()) != self._rows:
+            self._rows = rows
+        return _signature(self.entries, self._rows) != _signature(self._in_use, self._in_use_rows)
+
     def renew_compute_parameters(self, inputs: object) -> bool:
         """Before forward: parameters that were converted need other compute parameters at once, not only in backward.
 

@@ -20,6 +20,8 @@ from gradsync.engine.managed_parameters import Managed
 from gradsync.engine.ownership import Gradients
 from gradsync.engine.plan import BucketPlan, Plan, Spec, delay, make_plan
 from gradsync.engine.row_bucket import RowBucket, may_travel, touched_rows
+from gradsync.engine.shard_sums import ShardSums
+from gradsync.engine.sharded_bucket import ShardedBucket
 from gradsync.engine.share_bucket import ShareBucket
 from gradsync.errors import UnfinishedRoundError
 from gradsync.events import NO_LAYOUT, Layout, PlannedBucket
@@ -158,16 +160,18 @@ class ParameterGroup:
         options: Options,
         by_rows: bool,
         by_shares: bool = False,
+        shards: ShardSums | None = None,
     ) -> None:
         """At the end of the first round, by rank 0's order of arrival and what came; all ranks together.
 
-        `by_rows`: single rows of large tables may travel; `by_shares`: each rank gets only its share of the sums.
+        `by_rows`: single rows of large tables may travel; `by_shares`: each rank gets only its share of the sums;
+        `shards`: which are made in the order of a tree.
         """
         plan = self.plan = plan_of_first_rank(self.specs, order, gradients, self.transport, options, by_rows)
         flags = ROUND_FLAGS + len(plan.sparse)
         if options.skip_all_reduce_unused_params:
             flags += len(plan.buckets) - 1
-        self.buckets = make_buckets(plan.buckets, self.specs, self.transport, flags, by_shares)
+        self.buckets = make_buckets(plan.buckets, self.specs, self.transport, flags, by_shares, shards)
         self.layout = self._describe(plan)
         for number, planned in enumerate(plan.buckets):
             for place in planned.places:
@@ -309,6 +313,7 @@ def make_buckets(
     transport: Transport,
     extra: int = 0,
     by_shares: bool = False,
+    shards: ShardSums | None = None,
 ) -> list[Bucket]:
     """The buckets of a plan, of each kind; the last one with `extra` elements more in its tail."""
     tails = [len(plan.places) + 1 for plan in plans]
@@ -317,6 +322,11 @@ def make_buckets(
         Request(plan.numel + tail, plan.dtype, plan.device, reserve=not plan.by_rows)
         for plan, tail in zip(plans, tails, strict=True)
     ]
+    if shards is not None:
+        terms = shards.order.most
+        made = transport.allocate([request for request in requests for _ in range(terms)])
+        of_bucket = [made[at : at + terms] for at in range(0, len(made), terms)]
+        return [ShardedBucket(plan, specs, one[0], one[1:], shards) for plan, one in zip(plans, of_bucket, strict=True)]
     buffers = transport.allocate_reused(requests) if by_shares else transport.allocate(requests)
     usual = ShareBucket if by_shares else Bucket
     return [

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from gradsync.engine.shard_sums import ShardSums
 from gradsync.engine.sparse_rows import KnownRows
 from gradsync.hooks.comm_hook import Hook
 from gradsync.hooks.optimizer_overlap import ShareStepper, Stepper
@@ -41,10 +42,14 @@ class Scaling:
     """The fraction of ranks that have data; in a `Join` context some may have run out of it."""
     hooked: bool = False
     """A communication hook alone decides what becomes of the gradients."""
+    shards: int = 0
+    """What is added up are gradients of so many shards, of which each has its weight, whatever the ranks' number."""
 
     @property
     def factor(self) -> float:
         """What this rank multiplies its gradients by."""
+        if self.shards:
+            return 1.0
         if self.divisor is not None:
             return 1 / self.divisor
         return self.weight / (self.unit * self.ranks) if self.mean else 1.0
@@ -57,6 +62,8 @@ class Scaling:
     @property
     def multiplicity(self) -> float:
         """How often something that all ranks have in common is in the result: once in a mean, N times in a sum."""
+        if self.shards:
+            return 1.0
         if self.hooked:
             return self.with_data
         if self.divisor is not None:
@@ -69,11 +76,11 @@ class Scaling:
     def in_units_of(self, weights: Sequence[int]) -> Scaling:
         """Before the first sum: measures weights in units of the ranks' mean, by their `weight_as_integer`."""
         mean = sum(weights) / len(weights) / _FINE
-        return replace(self, unit=mean) if self.mean and mean > 0 else self
+        return replace(self, unit=mean) if self.mean and mean > 0 and not self.shards else self
 
     def unit_after(self, total_weight: float) -> float:
         """For the next round: this one's mean weight, by the total that was read from it."""
-        return self.unit * total_weight if total_weight > 0 else self.unit
+        return self.unit * total_weight if total_weight > 0 and not self.shards else self.unit
 
 
 @dataclass(frozen=True)
@@ -92,6 +99,8 @@ class ReduceConfig:
     """The same for an optimizer of which each rank steps its share; then there are no gradients to deliver."""
     shared: SharedParameters | None = None
     """Where parameters lie that the ranks of a host have once."""
+    shards: ShardSums | None = None
+    """What the shards of this rank have brought, if gradients are added up in the order of a tree over shards."""
     known_rows: Mapping[str, KnownRows] | None = None
     """Of parameters with sparse gradients: the rows that any rank will use."""
 

@@ -21,7 +21,8 @@ from gradsync.engine.managed_parameters import HasGrad, Managed
 from gradsync.engine.parameter_group import ManagedBefore, ParameterGroup
 from gradsync.engine.reduce_config import ReduceConfig, Scaling
 from gradsync.engine.round import Phase, Round, ask_all
-from gradsync.errors import ForkedError, InvalidOptionError, UnfinishedRoundError
+from gradsync.engine.shard_sums import ShardSums
+from gradsync.errors import ForkedError, InvalidOptionError, ShardsError, UnfinishedRoundError
 from gradsync.events import RoundClosed
 from gradsync.guard.replicas import Comparison
 from gradsync.hooks.comm_hook import Hook
@@ -45,9 +46,14 @@ class Reducer:
         self.stranded_with: frozenset[TrainingStep] = frozenset()
         """Whose rounds the same backward has left."""
         self._stranded: Round | None = None  # of one that is known to have raised
+        self.arrivals: list[int] | None = None
+        """Of backwards without synchronization, in their order, if somebody wants to know."""
         self._skipped = False  # together with another replica
-        self.synchronizing = True
-        """Whether a backward that begins is a round, or only accumulates."""
+        self.wanted = True
+        """Whether the user wants backwards to be rounds."""
+        self._held = False
+        self.keeps_open = False
+        """Whether a round stays open when its backward ends: in the last shard, behind which `ShardedStep` ends it."""
         self.split = False
         """A zero-bubble schedule computes gradients of weights without hooks: nothing is reduced until
         `synchronize_gradients` is called."""
@@ -82,6 +88,16 @@ class Reducer:
     def size(self) -> int:
         return self.group.transport.size
 
+    @property
+    def computes_shards(self) -> bool:
+        """Whether a step by shards is under way."""
+        return self.config.shards is not None and self.config.shards.is_open
+
+    @property
+    def synchronizing(self) -> bool:
+        """Whether a backward that begins is a round, or only accumulates."""
+        return self.wanted and not self._held
+
     # --- a round ---------------------------------------------------------------------------------
 
     def open_round(
@@ -90,12 +106,19 @@ class Reducer:
         second_order: bool = False,
         gradients: Sequence[HasGrad] | None = None,
         opened_as: int = 0,
+        arrived: Sequence[int] = (),
     ) -> Round:
         """Opens the next round, with what is set now; the arguments are those of `Round`."""
         self.check_process()
         if self.group.lost:
             self.group.check_lost()
         config = self.config
+        if config.shards is not None and not config.shards.is_open:
+            raise ShardsError(
+                f"rank {self.rank}: a backward outside of a step by shards, although gradsync.Shards has cut this "
+                f"module's steps into {config.shards.shards} shards: it would depend on the number of ranks. Run it "
+                "inside `for batch in shards.each(batches)`; or inside no_sync(), if its gradients are thrown away."
+            )
         self.rescale(weight=config.scaling.usual_weight)  # what was set counts for one round
         with torch.no_grad():
             self.round = Round(
@@ -108,8 +131,18 @@ class Reducer:
                 second_order=second_order,
                 gradients=gradients,
                 opened_as=opened_as,
+                arrived=arrived,
             )
         return self.round
+
+    def keep_open(self, flag: bool) -> None:
+        """See `keeps_open`; of the round that opens next."""
+        self.keeps_open = flag
+
+    @property
+    def is_kept_open(self) -> bool:
+        """Whether that is so of a round whose backward has ended well."""
+        return self.keeps_open and self.round is not None and self.round.backward_ended
 
     def note_backward_ended(self) -> None:
         """It has computed what it had to; what the round still has to do comes behind it."""
@@ -277,7 +310,11 @@ class Reducer:
 
     def synchronize(self, flag: bool) -> None:
         """Whether a backward that begins from now on is a round, or only accumulates."""
-        self.synchronizing = flag
+        self.wanted = flag
+
+    def hold(self, flag: bool) -> None:
+        """Whether backwards only accumulate, whatever the user says: in a shard behind which others follow."""
+        self._held = flag
 
     def split_backward(self, flag: bool) -> None:
         """See `split`."""
@@ -329,6 +366,21 @@ class Reducer:
                 self.replace(self.group.managed)  # with buckets of another kind
 
         self._change(change)
+
+    def add_up_shards(self, sums: ShardSums) -> None:
+        """From the next round on gradients are those of shards, added up in the order of a tree."""
+
+        def change() -> None:
+            self.configure(shards=sums)
+            self.rescale(shards=sums.shards, weight=1.0, usual_weight=1.0, unit=1.0)
+            if self.group.plan is not None:
+                self.replace(self.group.managed)  # with buckets of another kind
+
+        self._change(change)
+
+    def note_arrivals(self, flag: bool) -> None:
+        """Of backwards without synchronization from now on."""
+        self.arrivals = [] if flag else None
 
     def take_over_optimizers(self) -> None:
         """Optimizers in backward that torch has put on the parameters."""

@@ -32,7 +32,7 @@ from gradsync.engine.lockstep import IDENTITY, SAME_BUCKET, Kind, Lockstep
 from gradsync.engine.managed_parameters import HasGrad
 from gradsync.engine.parameter_group import COMPANIONS, ROUND_FLAGS, ParameterGroup
 from gradsync.engine.reduce_config import ReduceConfig
-from gradsync.engine.sparse_rows import reduce_sparse
+from gradsync.engine.sparse_rows import reduce_shards, reduce_sparse
 from gradsync.errors import (
     GradsyncError,
     HookError,
@@ -40,6 +40,7 @@ from gradsync.errors import (
     ReplicaDivergedError,
     ReplicaLostError,
     RoundTimeoutError,
+    ShardsError,
     UnfinishedRoundError,
 )
 from gradsync.events import RoundClosed, RoundRecord
@@ -71,16 +72,18 @@ class Round:
         second_order: bool = False,
         gradients: Sequence[HasGrad] | None = None,
         opened_as: int = 0,
+        arrived: Sequence[int] = (),
     ) -> None:
         """`earlier`: rounds that have closed before; `follows`: on a rank without data, which takes part in a round of
         the others; `second_order`: opened by a backward with `create_graph=True`; `gradients`: what to reduce, one for
         each parameter, instead of `.grad`; `opened_as`: how many rounds of other modules the same backward had opened
-        before.
+        before; `arrived`: parameters that came before it was opened, each as often as it came.
         """
         self._group, self._lockstep, self._config, self._comparison = group, lockstep, config, comparison
         self.scaling = config.scaling
         self.identity = lockstep.next_round(follows)
         self.phase = Phase.OPEN
+        self.backward_ended = False
         group.transport.check_alive()
         lockstep.enter("in backward")
         self.thread = threading.get_ident()
@@ -103,7 +106,9 @@ class Round:
 
         self.counts = [0] * len(group.parameters)
         """How often each parameter has arrived."""
-        self.order: list[int] = []
+        for index in arrived:
+            self.counts[index] += 1
+        self.order = list(dict.fromkeys(arrived))
         self._missing = group.count_expected(and_new_ones=config.steps_in_backward)
         """For each bucket how many parameters have yet to arrive."""
         self._waiting = False  # a complete bucket could not leave at once; the next arrival looks again
@@ -206,6 +211,7 @@ class Round:
         if not self._detached:
             group.join_streams(bucket.indices)
             group.fold_in(bucket.indices)
+            bucket.bring(self._holders)
         # A gradient that the view replaces is let go at once: memory for one set is enough. So is one of weight 0: if
         # no other rank has one, `.grad` becomes None.
         taken = take_gradients(
@@ -264,6 +270,7 @@ class Round:
 
     def note_backward_ended(self) -> None:
         """Also of a round that no backward has opened: it begins to leave."""
+        self.backward_ended = True
         self._record.backward_ended()
 
     @torch.no_grad()
@@ -316,9 +323,13 @@ class Round:
         weight = self.scaling.weight_as_integer()
         weights = lockstep.compare_start(self.identity, weight, self._opened_as, others, group.transport)
         self.identity = self.identity._replace(module=lockstep.serial)
-        by_rows = self._config.comm_hook is None  # a hook wants to see the whole
-        stepper, gradients = self._config.share_stepper, [holder.grad for holder in self._holders]
-        group.make_plan(self.order, gradients, self._config.options, by_rows, by_shares=stepper is not None)
+        stepper, shards, gradients = (
+            self._config.share_stepper,
+            self._config.shards,
+            [one.grad for one in self._holders],
+        )
+        by_rows = self._config.comm_hook is None and shards is None  # a hook wants to see the whole
+        group.make_plan(self.order, gradients, self._config.options, by_rows, stepper is not None, shards)
         if self._config.shared is not None:
             self._config.shared.place(group)
         if stepper is not None:
@@ -336,9 +347,14 @@ class Round:
         return gradient
 
     def _brings(self, index: int) -> bool:
-        return index in self._dirty and self._holders[index].grad is not None
+        if index not in self._dirty:
+            return False
+        shards = self._config.shards
+        return self._holders[index].grad is not None or (shards is not None and shards.has(index))
 
     def _unused(self) -> list[int]:
+        if self._config.shards is not None:  # this backward is only that of the last one
+            return [index for index in range(len(self.counts)) if index not in self._dirty]
         return [index for index, count in enumerate(self.counts) if not count]
 
     def read_companions(self) -> set[int]:
@@ -520,15 +536,26 @@ class Round:
         for index, used in zip(group.plan.sparse, flags[ROUND_FLAGS:], strict=False):
             holder = self._holders[index]
             if used:
+                self._check_brought(index, holder.grad)
                 mine = torch.zeros_like(group.leaves[index]) if holder.grad is None else holder.grad
                 known = (config.known_rows or {}).get(group.name(index))
                 factor = scaling.factor / weight if weight > 0 else 0.0
-                self._check_brought(index, holder.grad)
-                holder.grad = reduce_sparse(group.name(index), mine, factor, known, rows_known, group.transport)
+                if config.shards is not None:
+                    reduce_shards(index, group.leaves[index], self._holders, config.shards, factor, group.transport)
+                else:
+                    holder.grad = reduce_sparse(group.name(index), mine, factor, known, rows_known, group.transport)
                 self._check_reduced(index)
                 group.gradients.gave(index, self._earlier)
             elif index in self._dirty:  # only ranks of weight 0 used it: nobody did
                 holder.grad = None
+        if second_pass and config.shards is not None:
+            group.drop_gradients()
+            raise ShardsError(
+                f"rank {group.transport.rank}: in a shard's backward some parameters received gradients more often "
+                "than ever before, when their buckets had left. All ranks have dropped this step's gradients. Where "
+                "that happens (another backward now and then, reentrant checkpoints), let buckets leave behind the "
+                "last shard only: gradsync.Shards(..., overlap=False)."
+            )
         if second_pass:
             self._record.second_pass()
             label = self.identity.label(Kind.LATE)

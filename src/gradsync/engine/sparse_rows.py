@@ -9,15 +9,18 @@ so the ranks compare what they know before they trust it, with one small exchang
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from gradsync import arguments
+from gradsync.engine.managed_parameters import HasGrad
 from gradsync.engine.plan import Spec
+from gradsync.engine.shard_sums import ShardSums
 from gradsync.errors import InvalidOptionError, WrongTypeError
+from gradsync.transport import summation
 from gradsync.transport.base import Transport
 
 
@@ -113,3 +116,38 @@ def reduce_sparse(
         if rows is not None:
             return rows.reduce(transport, gradient, factor)
     return transport.reduce_sparse(gradient, factor).result()
+
+
+def reduce_shards(
+    index: int, leaf: Tensor, holders: Sequence[HasGrad], shards: ShardSums, factor: float, transport: Transport
+) -> None:
+    """The same for gradients that are added up in the order of a tree over shards; the sum is in `.grad` then."""
+    others = [gradients[0] for gradients in shards.complete([index], holders)]
+    terms = [_as_sparse(one, leaf) for one in (holders[index].grad, *others)]
+    counts = transport.gather([one._nnz() for one in terms] + [0] * (shards.order.most - len(terms)))
+    longest = max(map(max, counts))
+    indices = terms[0].indices().new_zeros(shards.order.most, terms[0].sparse_dim(), longest)
+    values = terms[0].values().new_zeros(shards.order.most, longest, *terms[0].values().shape[1:])
+    for at, term in enumerate(terms):
+        indices[at, :, : term._nnz()], values[at, : term._nnz()] = term.indices(), term.values()
+    of_all = zip(counts, transport.gather_tensors(indices), transport.gather_tensors(values), strict=True)
+    received = [
+        torch.sparse_coo_tensor(
+            ids.view_as(indices)[at, :, : nnz[at]],
+            rows.view_as(values)[at, : nnz[at]],
+            leaf.shape,
+            check_invariants=False,
+            is_coalesced=True,
+        )
+        for count, (nnz, ids, rows) in zip(shards.order.counts, of_all, strict=True)
+        for at in range(count)
+    ]
+    total = summation.sum_sparse_in_order(received, shards.order)
+    holders[index].grad = (total * (shards.late_factor(total.dtype) * factor)).coalesce()
+
+
+def _as_sparse(gradient: Tensor | None, leaf: Tensor) -> Tensor:
+    if gradient is None:
+        rows, ids = leaf.new_zeros(0, *leaf.shape[1:]).detach(), leaf.new_zeros(1, 0, dtype=torch.int64)
+        return torch.sparse_coo_tensor(ids, rows, leaf.shape, check_invariants=False, is_coalesced=True)
+    return (gradient if gradient.layout is torch.sparse_coo else gradient.to_sparse(1)).coalesce()

@@ -94,6 +94,8 @@ class TrainingStep:
         self._backward = Backward(at_end=self._backward_ended)
         self._not_a_round = _torch.NO_GRAPH_TASK  # a backward that was found to be none
         self._timed = _torch.NO_GRAPH_TASK  # the latest of those
+        self.backwards = 0
+        """How many have passed outputs of the module, with or without synchronization."""
         self._rpc_contexts: set[int] = set()
         self._listening: tuple[ParameterGroup, Callable[[], object]] | None = None
         self._turn = threading.RLock()  # autograd has a thread for each device, and all of them come here
@@ -101,6 +103,20 @@ class TrainingStep:
         self._claim()
         self._listen()
         backward_rounds.made(self)
+
+    # --- a step by shards -----------------------------------------------------------------------------
+
+    def before_shards(self) -> None:
+        """What a forward and the round behind it would see to, before the first shard of a step begins."""
+        if self._superseded:
+            self._claim()
+            self._manage()
+        self.abandon_dead()
+        self._confirm_changes()
+
+    def has_changed(self) -> bool:
+        """Whether the module has other parameters now, or in other forms, than before the first shard."""
+        return self.managed.left_use()
 
     # --- forward, as the fronts drive it --------------------------------------------------------------
 
@@ -210,6 +226,7 @@ class TrainingStep:
         """One that is no round."""
         if (backward := _current_backward()) != self._timed:
             self._timed = backward
+            self.backwards += 1
             self.stopwatch.backward_begins()
             _torch.at_end_of_backward(self.stopwatch.backward_ended)
 
@@ -221,6 +238,8 @@ class TrainingStep:
         if opened is None or _current_backward() not in self._backward.met:
             self._notice_death()
             if reducer.round is None and not reducer.synchronizing:
+                if reducer.arrivals is not None and index >= 0:
+                    reducer.arrivals.append(index)
                 return
             opened = self._enter_backward(passed_output=False)
             index = reducer.group.gradient_arrived(leaf)  # the managed parameters may have been replaced
@@ -245,6 +264,7 @@ class TrainingStep:
             opened_as = len(backward_rounds.opened_in(backward))
             reducer.open_round(second_order=torch.is_grad_enabled(), opened_as=opened_as)  # in a backward: for a graph
             backward_rounds.opened(self)
+            self.backwards += 1
         self._backward.enter()
         return reducer.round
 
@@ -278,15 +298,18 @@ class TrainingStep:
         if not self.reducer.is_launched:
             self.reducer.round.skip()
 
-    def open_without_backward(self) -> None:
-        """Opens a round, or goes on with one that is open, or whose backward has raised."""
+    def open_without_backward(self, arrived: Sequence[int] = ()) -> None:
+        """Opens a round, or goes on with one that is open, or whose backward has raised.
+
+        `arrived`: parameters that came in a backward before it, in their order.
+        """
         if not self.reducer.resume_round():
             if not self._may_open(passed_output=True):
                 raise UnfinishedRoundError(
                     f"rank {self.transport.rank}: there is no round of {type(self.module).__name__} to take part in: "
                     "another wrapper of the same module was made since. Call this on that one."
                 )
-            self.reducer.open_round()
+            self.reducer.open_round(arrived=arrived)
 
     def _may_open(self, passed_output: bool) -> bool:
         """Whether a backward that begins, in which an output was passed or not, is a round; sees to changes first."""
@@ -300,7 +323,8 @@ class TrainingStep:
             )
         if self.managed.compute_parameters and _current_backward() != _torch.NO_GRAPH_TASK:
             self._backward.enter()  # perhaps no output was passed
-        self._confirm_changes()
+        if not self.reducer.computes_shards:  # else that was before the first one
+            self._confirm_changes()
         if self.joining is not None:
             self.joining.round_opens()
         return True
@@ -312,7 +336,7 @@ class TrainingStep:
     def abandon_dead(self) -> None:
         """Outside of any backward: one that has not ended by now has raised. Its rounds are abandoned together."""
         reducer = self.reducer
-        if reducer.forked:
+        if reducer.forked or reducer.is_kept_open:
             return
         if reducer.round is not None and not reducer.runs_elsewhere():
             backward_rounds.strand_together(self)
@@ -365,8 +389,11 @@ class TrainingStep:
         """The outermost backward, with or without synchronization, is over."""
         others = [other for other in backward_rounds.opened_in(_current_backward()) if other is not self]
         self.show_registered()
-        if self.reducer.round is not None:
-            backward_rounds.end_rounds([self, *others])
+        for one in (self, *others):
+            one.reducer.note_backward_ended()
+        ending = [one for one in (self, *others) if not one.reducer.keeps_open]
+        if self.reducer.round is not None and ending:
+            backward_rounds.end_rounds(ending)
 
     def show_registered(self) -> None:
         """After a backward; compute parameters hand over what they were given."""
