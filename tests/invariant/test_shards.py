@@ -13,9 +13,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import gradsync
-from gradsync.errors import InvalidOptionError, OptionsMismatchError, ShardsError, WrongTypeError
+from gradsync.errors import InvalidOptionError, OptionsMismatchError, RoundMismatchError, ShardsError, WrongTypeError
 from tests.invariant.test_equality import digest
-from tests.ranks.small import FRONTS, batch, build, full, make, same_everywhere
+from tests.ranks.small import FRONTS, Fails, batch, build, full, make, same_everywhere
 from tests.support.ranks import Ranks, on_ranks
 
 SIZES = (1, 2, 3, 4)
@@ -110,10 +110,12 @@ def train_with(front: str, what: str) -> list[str]:
     options: dict[str, Any] = {}
     if what == "half":
         module = module.to(torch.float16)
-    if what in ("precision", "mesh"):
+    if what in ("precision", "less", "mesh"):
         front, options["mesh"] = "replicate", init_device_mesh("cpu", (dist.get_world_size(),))
     if what == "precision":
         options["mp_policy"] = gradsync.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    if what == "less":
+        options["mp_policy"] = gradsync.MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
     replica = make(front, module, **options)
     shards, found = gradsync.Shards(replica, 6), []
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
@@ -166,6 +168,11 @@ def compute(replica: Any, shards: gradsync.Shards, times: int = 1, raises: bool 
             raise KeyError(shard)
 
 
+def synchronize_inside(replica: Any, shards: gradsync.Shards) -> None:
+    for _ in shards.each(shards.mine):
+        replica.synchronize_gradients()
+
+
 @FRONTS
 @on_ranks(2)
 def test_what_is_refused(front: str) -> None:
@@ -193,6 +200,16 @@ def test_what_is_refused(front: str) -> None:
     replica.zero_grad()
     with pytest.raises(ShardsError, match=r"inside no_sync\(\)"), replica.no_sync():
         list(shards.each(shards.mine))
+    with pytest.raises(ShardsError, match=r"skip_round\(\) in a training by shards: .* `continue`"):
+        replica.skip_round()
+    with pytest.raises(ShardsError, match=r"gradsync\.uneven\(\) does not go together"):
+        next(gradsync.uneven([1], replica))
+    with pytest.raises(ShardsError, match=r"synchronize_gradients\(\) inside a step by shards"):
+        synchronize_inside(replica, shards)
+    others = gradsync.Shards(replica, 4)
+    with pytest.raises(ShardsError, match=r"another gradsync\.Shards was made"):
+        compute(replica, shards)
+    shards = others
     with pytest.raises(InvalidOptionError, match="made with 8 shards, but there are 4 now"):
         shards.load_state_dict({"shards": 8, "seed": 0, "step": 3})
     compute(replica, shards)  # nothing of that is left
@@ -213,7 +230,7 @@ def test_ranks_in_different_steps() -> None:
     replica = make("replicate", build())
     shards = gradsync.Shards(replica, 4)
     shards.step += dist.get_rank()
-    with pytest.raises(OptionsMismatchError, match="step of the shards"):
+    with pytest.raises(RoundMismatchError, match=r"(?s)rank 1: in step 1 of its shards.*shards\.step is its number"):
         compute(replica, shards)
 
 
@@ -305,3 +322,33 @@ def test_a_checkpoint_goes_on_with_any_number_of_ranks(ranks: Ranks) -> None:
     _, state = ranks(goes_on, 4, None, 3)[0]
     for size in (1, 3):
         assert ranks(goes_on, size, state, 3)[0][0] == undisturbed
+
+
+@FRONTS
+@on_ranks(2)
+def test_a_backward_that_raises_in_the_last_shard(front: str) -> None:
+    """On one rank, when buckets have left: nobody steps on a part, and a step that was not whole is made again."""
+    replica, oracle, failures = make(front, build()), build(), list[type]()
+    shards = gradsync.Shards(replica, 4)
+    while (step := shards.step) < 5:
+        try:
+            for shard in shards.each(shards.mine):
+                x = batch(shard, step)
+                if (step, shard) == (2, 3) and not failures:
+                    x = Fails.apply(x.requires_grad_())
+                replica(x).square().mean().backward()
+        except (ZeroDivisionError, RoundMismatchError) as error:
+            assert step == 2
+            failures.append(type(error))
+            replica.zero_grad()
+            continue
+        for shard in range(4):
+            (oracle(batch(shard, step)).square().mean() / 4).backward()
+        for one, other in zip(replica.parameters(), oracle.parameters(), strict=True):
+            torch.testing.assert_close(one.grad, other.grad)
+        with torch.no_grad():
+            for parameter in (*replica.parameters(), *oracle.parameters()):
+                parameter -= 0.1 * parameter.grad
+                parameter.grad = None
+    assert failures == [[RoundMismatchError], [ZeroDivisionError, RoundMismatchError]][dist.get_rank()]
+    same_everywhere(replica)

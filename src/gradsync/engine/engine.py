@@ -54,6 +54,9 @@ _HOOK_DECIDES = (
     "weights, and gradsync.uneven(), don't go together with a communication hook: the hook alone decides what becomes "
     "of the gradients. Weigh them in the hook, or use torch's Join."
 )
+_SEND_LESS = (
+    "Leave it out; to send less, replicate with mp_policy=gradsync.MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)."
+)
 
 
 class Engine(TrainingStep):
@@ -162,6 +165,11 @@ class Engine(TrainingStep):
         """Inside `gradsync.uneven`: whether this rank has run out of data, and counts for nothing. None: outside."""
         if flag is not None and self.reducer.hooked:
             raise InvalidOptionError(_HOOK_DECIDES)
+        if flag is not None and self._shards is not None:
+            raise ShardsError(
+                f"rank {self.transport.rank}: gradsync.uneven() does not go together with gradsync.Shards, whose ranks "
+                "don't run out of data: gradsync.data.Loader gives each shard its part of every batch."
+            )
         self.buffers.set_out_of_data(flag)
         weight = 0.0 if flag else 1.0
         self.reducer.rescale(weight=weight, usual_weight=weight)
@@ -192,6 +200,11 @@ class Engine(TrainingStep):
 
     def synchronize_now(self) -> None:
         """A round without a backward."""
+        if self.reducer.computes_shards:
+            raise ShardsError(
+                f"rank {self.transport.rank}: synchronize_gradients() inside a step by shards. What is in `.grad` "
+                "behind a shard counts as that shard's; the round comes behind the last one by itself."
+            )
         self.abandon_dead()
         self.reducer.forward_begins()
         if self._may_open(passed_output=True):
@@ -203,7 +216,7 @@ class Engine(TrainingStep):
         if self._shards is not None:
             raise ShardsError(
                 f"rank {self.transport.rank}: a communication hook does not go together with gradsync.Shards: it adds "
-                "up whole ranks, so that the result depends on how many there are. Leave out one of them."
+                f"up whole ranks, so that the result depends on how many there are. {_SEND_LESS}"
             )
         if self.reducer.config.share_stepper is not None:
             raise InvalidOptionError(
@@ -270,9 +283,7 @@ class Engine(TrainingStep):
         rank = self.transport.rank
         refused = "does not go together with gradsync.Shards, whose steps must not depend on the number of ranks"
         if self.reducer.hooked:
-            raise ShardsError(
-                f"rank {rank}: a communication hook {refused}: it adds up whole ranks. Leave out the hook."
-            )
+            raise ShardsError(f"rank {rank}: a communication hook {refused}: it adds up whole ranks. {_SEND_LESS}")
         if self.reducer.config.share_stepper is not None:
             raise ShardsError(
                 f"rank {rank}: overlap_optimizer() with share_parameters=True {refused}. "

@@ -97,6 +97,8 @@ class Standing(NamedTuple):
     stepped: bool
     settings: str
     parameters: str
+    step: int | None = None
+    """Of a training by shards."""
 
     def pack(self) -> str:
         return json.dumps(self)
@@ -108,7 +110,8 @@ class Standing(NamedTuple):
 
     def __str__(self) -> str:
         step = "after an optimizer's step" if self.stepped else "without an optimizer's step since the round before"
-        return f"in round {self.number} of {self.module}, {step}{_IN_WORDS[Kind(self.kind)]}"
+        of_shards = "" if self.step is None else f"in step {self.step} of its shards, "
+        return f"{of_shards}in round {self.number} of {self.module}, {step}{_IN_WORDS[Kind(self.kind)]}"
 
 
 def explain(rank: int, standings: Sequence[Standing | None]) -> GradsyncError:
@@ -125,15 +128,20 @@ def explain(rank: int, standings: Sequence[Standing | None]) -> GradsyncError:
                 "Make the same change on all ranks before the same backward, with the same values (seed all ranks "
                 "alike if they are random). Or undo it, gradsync.unreplicate(module), change it, and replicate again."
             )
+    if len({standing.step for standing in told}) > 1:
+        skipping = "Ranks that compute steps by shards make a step again that was not whole: shards.step is its number."
+    else:
+        skipping = (
+            "A rank that has to skip a batch calls model.skip_round() instead of backward (also in the handler of an "
+            "exception that backward raised), and steps as the others do."
+        )
     where = "\n".join(
         f"  rank {r}: {p if p is not None else 'has not said where it is'}" for r, p in enumerate(standings)
     )
     return RoundMismatchError(
         f"rank {rank}: the ranks sent each other gradients of different rounds, so nothing was delivered:\n{where}\n"
         "A rank made a backward that others did not make, or left one out, for example after an exception. All ranks "
-        "must run the same backwards and steps. A rank that has to skip a batch calls model.skip_round() instead of "
-        "backward (also in the handler of an exception that backward raised), and steps as the others do. Gradients "
-        "of this round are lost: call zero_grad()."
+        f"must run the same backwards and steps. {skipping} Gradients of this round are lost: call zero_grad()."
     )
 
 
@@ -174,10 +182,6 @@ class Lockstep:
     def set_step(self, step: int | None) -> None:
         """The rounds to come belong to this step of a training by shards; None: to no such one."""
         self._step = step
-
-    @property
-    def _alike(self) -> str:
-        return self.settings if self._step is None else f"{self.settings}\nstep of the shards: {self._step}"
 
     # --- counting --------------------------------------------------------------------------------
 
@@ -252,7 +256,7 @@ class Lockstep:
     def mismatch(self, identity: Identity, kind: Kind, transport: Transport, described: str = "") -> GradsyncError:
         """After all that was sent has come home: says to the other ranks where this one is, and hears from them."""
         stepped, described = bool(identity.stepped), described or self.describe()
-        mine = Standing(self.name, identity.number, kind, stepped, self._alike, described)
+        mine = Standing(self.name, identity.number, kind, stepped, self.settings, described, self._step)
         standings: list[Standing | None] = [None] * transport.size
         standings[transport.rank] = mine
         self._mismatches += 1

@@ -41,6 +41,10 @@ class ShardedStep:
     def begin(self, step: int) -> None:
         engine, reducer = self.engine, self.engine.reducer
         engine.before_shards()
+        if reducer.config.shards is not self._sums:
+            raise ShardsError(
+                f"rank {engine.transport.rank}: another gradsync.Shards was made of this module since. Use that one."
+            )
         self._group = group = reducer.group
         rank = engine.transport.rank
         if reducer.is_unfinished:

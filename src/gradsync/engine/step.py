@@ -34,6 +34,7 @@ from gradsync.errors import (
     ParametersChangedError,
     ReplicaLostError,
     RoundTimeoutError,
+    ShardsError,
     UnfinishedRoundError,
     UnsynchronizedStepError,
 )
@@ -293,6 +294,11 @@ class TrainingStep:
 
     def skip_round(self) -> None:
         """Opens a round in which this rank brings nothing, and gets what the others have; `end_rounds` ends it."""
+        if self.reducer.config.shards is not None:
+            raise ShardsError(
+                f"rank {self.transport.rank}: skip_round() in a training by shards: a shard that runs no backward "
+                "counts for nothing, so `continue` with the next one."
+            )
         self.open_without_backward()
         assert self.reducer.round is not None
         if not self.reducer.is_launched:
