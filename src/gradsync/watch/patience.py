@@ -43,12 +43,18 @@ class Patience:
 
     def look(self) -> None:
         """Raises if waiting has become pointless; asks what others do when it has taken long."""
+        self.raise_if_in_vain()
+        self.explain_in_time()
+
+    def raise_if_in_vain(self) -> None:
         waited = self.waited
         if cause := _cause(self._watch):
             self._known_since = self._known_since or waited
             if self._watch.lost is not None or waited - self._known_since > _GRACE:
                 raise _error(self._watch, cause)
-        if waited > self._explain_after and not self._rows:
+
+    def explain_in_time(self) -> None:
+        if self.waited > self._explain_after and not self._rows:
             self._explain()
 
     def _explain(self) -> None:
