@@ -114,7 +114,7 @@ def test_torchrun_tells_it(tmp_path: Path) -> None:
 SPAWN = """
 import os, sys, time
 import torch.multiprocessing as mp
-sys.argv = ["script", "raise", "1"]
+sys.argv[1:3] = ["raise", "1"]
 import script
 
 def rank(number):
@@ -126,16 +126,17 @@ def rank(number):
             print(sys.exc_info()[1], flush=True)
 
 if __name__ == "__main__":
-    context = mp.spawn(rank, nprocs=2, join=False)
+    context = mp.start_processes(rank, nprocs=2, join=False, start_method=sys.argv[3])
     for process in context.processes:  # not by `join`, which kills the others
         process.join()
 """
 
 
-def test_children_of_multiprocessing_tell_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_children_of_multiprocessing_tell_it(method: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "spawns.py").write_text(SPAWN)
-    assert "rank 1 raised ValueError: the file is truncated." in run(str(tmp_path / "spawns.py"))
+    assert "rank 1 raised ValueError: the file is truncated." in run(str(tmp_path / "spawns.py"), "", "", method)
 
 
 # --- one that does not come ---------------------------------------------------------------------------------------

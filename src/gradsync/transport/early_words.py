@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
-import multiprocessing
 import multiprocessing.util
 import os
 import time
@@ -62,11 +61,13 @@ def _store() -> Store:
 
 def _say() -> None:
     """This process ends."""
+    global _process
     if _process != os.getpid() or not dist.is_initialized():
         return
     error = last_words.uncaught()
     if error is None:
         return
+    _process = None  # it is called more than once
     blames_others = bool(last_words.ranks_blamed(error))
     if last_words.tells_others():
         _leave_words(error, blames_others)
@@ -101,15 +102,13 @@ def _begin() -> None:
     _process = None if dist.is_available() and dist.is_initialized() else os.getpid()
 
 
-def _begin_in_child(_: object) -> None:
-    """Of `multiprocessing`, which drops what was registered, and leaves without `atexit`."""
-    _begin()
+def _register(_: object = None) -> None:
+    """For the end of a child of `multiprocessing`, while its exception is there. Those that are forked forget it."""
     multiprocessing.util.Finalize(None, _say, exitpriority=900)
 
 
 _begin()
+_register()
 atexit.register(_say)
 os.register_at_fork(after_in_child=_begin)
-multiprocessing.util.register_after_fork(_begin, _begin_in_child)
-if multiprocessing.parent_process() is not None:
-    multiprocessing.util.Finalize(None, _say, exitpriority=900)
+multiprocessing.util.register_after_fork(_register, _register)
