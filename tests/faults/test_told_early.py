@@ -18,7 +18,7 @@ import torch.distributed as dist
 from gradsync.errors import ReplicaLostError, RoundTimeoutError
 from tests.ranks.small import backward, build, make
 from tests.support.patience import crowding
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, _free_port
 from tests.watch.test_last_words import TORCHRUN, environment, output_of, run
 
 SCRIPT = """
@@ -104,7 +104,7 @@ def test_a_child_is_not_the_rank(tmp_path: Path) -> None:
 def test_torchrun_tells_it(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    output = run(*TORCHRUN, "--master-port=0", str(script), "raise", "1", TORCHELASTIC_ERROR_FILE="")
+    output = run(*TORCHRUN, f"--master-port={_free_port()}", str(script), "raise", "1", TORCHELASTIC_ERROR_FILE="")
     root = output.partition("Root Cause (first observed failure):")[2]
     assert re.search(r"rank +: 1 ", root), output
     assert "ValueError: the file is truncated" in root, output
