@@ -6,6 +6,7 @@ import copy
 import io
 import os
 import signal
+import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -28,6 +29,7 @@ from gradsync.errors import (
     UnfinishedRoundError,
     UnsynchronizedStepError,
 )
+from tests.faults.test_named import end_as_python_does
 from tests.ranks.memory import be_on_host, mapped
 from tests.ranks.small import FRONTS, make, same_everywhere
 from tests.support.ranks import Ranks, on_ranks
@@ -528,3 +530,23 @@ def test_an_optimizer_that_raises_on_one_rank(how: str, at: int, transport: str,
     for text in (texts[0], texts[2]):
         assert f"step {at} of a shared optimizer did not come to its end: the optimizer of rank 1 raised." in text
         assert f"the last whole one was step {at - 1}" in text
+
+
+def torn_on_one_host() -> None:
+    """Rank 1 raises, and rank 0, on the same host, for it; that one ends first."""
+    be_on_host(dist.get_rank() // 2)
+    Dies.how, Dies.at = "raised", 3
+    model = gradsync.replicate(build(), share_parameters=True, transport="hierarchical")
+    optimizer = gradsync.share_optimizer(Dies(model.parameters()))
+    try:
+        train(model, optimizer, range(4))
+    except (UnfinishedRoundError, ValueError) as error:
+        time.sleep(dist.get_rank())
+        end_as_python_does(error)
+
+
+def test_other_hosts_name_the_first_cause(ranks: Ranks) -> None:
+    for outcome in ranks.outcomes(torn_on_one_host, 4)[2:]:
+        assert isinstance(outcome.exception, ReplicaLostError), outcome
+        assert outcome.exception.ranks == [1]
+        assert "the optimizer of rank 1 raised" in str(outcome.exception)

@@ -98,7 +98,8 @@ class Part:
         return heard
 
     def _torn_by(self, heard: int) -> UnfinishedRoundError:
-        return self._torn(f"the optimizer of rank {heard - _FAILED} raised")
+        rank = heard - _FAILED
+        return self._torn(f"the optimizer of rank {rank} raised", [rank] if rank != self._rank else ())
 
     def _meet_at_end(self, said: int = 0) -> int:
         try:
@@ -106,12 +107,13 @@ class Part:
         except (ReplicaLostError, RoundTimeoutError) as error:
             raise type(error)(f"{error} {self._torn('its share is missing')}", error.ranks) from None
 
-    def _torn(self, why: str) -> UnfinishedRoundError:
+    def _torn(self, why: str, because: Sequence[int] = ()) -> UnfinishedRoundError:
         steps = self._shared.steps
         return UnfinishedRoundError(
             f"rank {self.group.transport.rank}: step {steps + 1} of a shared optimizer did not come to its end: {why}. "
             "The parameters on this host, and the optimizer's state, are those of two steps; the last whole one was "
-            f"step {steps}. Go on from a checkpoint: load_state_dict() of replica and optimizer, on all ranks."
+            f"step {steps}. Go on from a checkpoint: load_state_dict() of replica and optimizer, on all ranks.",
+            because,
         )
 
     def take_share(self, inner: Optimizer, number: int, used: Sequence[bool], gradient: Tensor) -> list[Run]:

@@ -19,7 +19,7 @@ import weakref
 from opcode import opname
 from types import FrameType
 
-from gradsync.errors import ReplicaLostError, RoundTimeoutError
+from gradsync.errors import ReplicaLostError, RoundTimeoutError, UnfinishedRoundError
 from gradsync.watch import error_file, position
 from gradsync.watch.node import Node
 from gradsync.watch.notice import BY_EXIT, MOST_TEXT, How, Notice
@@ -113,4 +113,4 @@ def words_for(error: BaseException | None, rank: int) -> Notice:
 
 def ranks_blamed(error: BaseException) -> tuple[int, ...]:
     """Others, if it is one that a rank raises because of them."""
-    return tuple(error.ranks) if isinstance(error, (ReplicaLostError, RoundTimeoutError)) else ()
+    return tuple(error.ranks) if isinstance(error, (ReplicaLostError, RoundTimeoutError, UnfinishedRoundError)) else ()
