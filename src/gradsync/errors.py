@@ -97,7 +97,14 @@ class RoundMismatchError(GradsyncError, RuntimeError):
 
 
 class UnfinishedRoundError(GradsyncError, RuntimeError):
-    """A round was left open: its backward raised, or did not reach what it had to reach."""
+    """A round was left open: its backward raised, or did not reach what it had to reach.
+
+    `ranks`: those because of which; none, if that is this one.
+    """
+
+    def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = list(ranks)
 
 
 class ShardsError(GradsyncError, RuntimeError):

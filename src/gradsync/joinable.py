@@ -76,7 +76,7 @@ class NamedJoin(Join):
         except RuntimeError as error:
             if "exhausted all inputs" in str(error):
                 raise
-            raise left_alone(self._replica._engine.transport.rank, error) from error
+            raise left_alone(self._replica._engine.transport, error) from error
 
 
 def _check_statistics(engine: Engine, config: Any) -> None:

@@ -24,7 +24,12 @@ def prefix() -> str:
     environment = os.environ
     count = environment.get(_COUNT, "0")
     has_one_node = environment.get("LOCAL_WORLD_SIZE") == environment.get("WORLD_SIZE")
-    return f"gradsync/restart/{count}" if count != "0" and environment.get(_SHARED) == "True" and has_one_node else ""
+    return f"gradsync/restart/{count}" if count != "0" and has_agents_store() and has_one_node else ""
+
+
+def has_agents_store() -> bool:
+    """Whether torchrun keeps the store of the ranks, not rank 0."""
+    return os.environ.get(_SHARED) == "True"
 
 
 def apart(store: Store) -> Store:

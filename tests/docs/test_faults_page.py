@@ -62,6 +62,7 @@ def test_a_rank_has_ended_early(why: str, monkeypatch: pytest.MonkeyPatch) -> No
             Row(0, WAITS._replace(serial=1, round=3, awaits=str(Awaited(1, 2, "0.bias", 2)))),
             Row(1, WAITS._replace(serial=0, round=3, awaits=str(Awaited(1, 2, "0.bias", 2)))),
         ],
+        [Row(0, WAITS), Row(1, PAST._replace(awaits="what each rank says of itself"), "train.py:14 in load_batch")],
     ],
 )
 def test_a_rank_does_not_come(rows: list[Row]) -> None:
@@ -74,8 +75,9 @@ def test_a_rank_in_another_collective() -> None:
 
 
 def test_while_a_replica_is_made() -> None:
-    told = start_watch._Failure(1, RAISED.told().rstrip()).error(0)
-    assert shows(f"ReplicaLostError: {told}"), told
+    for at in (PAST, Position()):
+        told = start_watch._Failure(1, RAISED._replace(at=at).told().rstrip()).error(0)
+        assert shows(f"ReplicaLostError: {told}"), told
     why = (
         "could not replicate its module: UnsuitableModuleError: parameter 'bias' is on the meta device and has no "
         "values. Materialize the module first: module.to_empty(device=...), then initialize or load its parameters."

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join
 
-from gradsync.errors import JoinError
+from gradsync.errors import JoinError, ReplicaLostError
 from tests.ranks.small import (
     FRONTS,
     assert_gradients,
@@ -88,9 +88,25 @@ def test_a_rank_that_ends_inside(ranks: Ranks, front: str) -> None:
     began = time.monotonic()
     first, second = ranks.outcomes(ends_inside, 2, front)
     assert second.exit_code == 7
-    assert isinstance(first.exception, Exception)
-    assert "rank" in str(first.exception)
+    assert isinstance(first.exception, ReplicaLostError)
+    assert first.exception.ranks == [1]
+    assert "rank 0: rank 1 is gone: its process ended without a word" in str(first.exception)
     assert seconds_since(began) < 15
+
+
+def ends_while_others_wait() -> None:
+    replica = make("DistributedDataParallel", build())
+    with replica.join():
+        train(replica, 1)
+        if dist.get_rank() == 1:
+            train(replica, 1)
+            os._exit(7)
+
+
+def test_a_rank_that_ends_while_another_has_run_out_of_data(ranks: Ranks) -> None:
+    first, _ = ranks.outcomes(ends_while_others_wait, 2)
+    assert isinstance(first.exception, ReplicaLostError)
+    assert first.exception.ranks == [1]
 
 
 @on_ranks(2)

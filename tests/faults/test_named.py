@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import gradsync
 from gradsync import _torch
 from gradsync.errors import ReplicaLostError, RoundTimeoutError
 from tests.ranks.memory import be_on_host, transport_of
@@ -231,6 +232,26 @@ def test_different_graphs_on_different_ranks(ranks: Ranks, transport: str) -> No
         assert outcome.exception.ranks == [1], outcome
         assert "rank 1 is at the end of backward of round 1 of Sequential (replicated module" in str(outcome.exception)
         assert "The ranks are in rounds of different replicated modules" in str(outcome.exception)
+
+
+def one_compares(transport: str, limit: float) -> None:
+    """While the others train on."""
+    os.environ["GRADSYNC_EXPLAIN_AFTER"] = "0.3"
+    module = replica(transport, limit)
+    backward(module)
+    if dist.get_rank() == 1:
+        gradsync.verify(module)
+    backward(module)
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
+def test_different_calls_on_different_ranks(ranks: Ranks, transport: str) -> None:
+    for outcome in ranks.outcomes(one_compares, 3, transport, LIMIT * crowding(), limit=40.0):
+        assert isinstance(outcome.exception, RoundTimeoutError), outcome
+        assert outcome.exception.ranks == [1], outcome
+        told = r"rank 1 is past the end of round 0 of Sequential, waiting for .* \(test_named.py:\d+ in one_compares\)"
+        assert re.search(told, str(outcome.exception)), outcome
+        assert "The ranks wait for each other in different calls" in str(outcome.exception)
 
 
 def on_two_hosts(stopped_rank: int, limit: float) -> None:

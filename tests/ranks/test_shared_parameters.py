@@ -6,6 +6,7 @@ import copy
 import io
 import os
 import signal
+import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -28,6 +29,7 @@ from gradsync.errors import (
     UnfinishedRoundError,
     UnsynchronizedStepError,
 )
+from tests.faults.test_named import end_as_python_does
 from tests.ranks.memory import be_on_host, mapped
 from tests.ranks.small import FRONTS, make, same_everywhere
 from tests.support.ranks import Ranks, on_ranks
@@ -476,31 +478,75 @@ def test_a_plain_optimizer_is_refused_before_it_counts_twice() -> None:
 
 
 class Dies(optim.SGD):
-    """On rank 1, in its third step: killed, or it raises."""
+    """On rank 1, in a step: killed, or it raises."""
 
-    how = ""
+    how, at = "", 3
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         self.count = getattr(self, "count", 0) + 1
-        if self.count == 3 and dist.get_rank() == 1:
+        if self.count == self.at and dist.get_rank() == 1:
             if self.how == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             raise ValueError("no more steps")
         super().step()
 
 
-def lose_a_rank(how: str) -> str:
-    Dies.how = how
-    model = gradsync.replicate(build(), share_parameters=True)
-    optimizer = gradsync.share_optimizer(Dies(model.parameters(), lr=0.1))
-    with pytest.raises((ReplicaLostError, UnfinishedRoundError)) as caught:
+def without_a_rate_on_rank_1(parameters: Any) -> Optimizer:
+    """Elementwise; its step raises."""
+    made = optim.AdamW(parameters)
+    if dist.get_rank() == 1:
+        made.param_groups[0]["lr"] = None
+    return made
+
+
+def lose_a_rank(how: str, transport: Any = "shared_memory", at: int = 3) -> str:
+    Dies.how, Dies.at = how, at
+    model = gradsync.replicate(build(), share_parameters=True, transport=transport)
+    make_optimizer: Any = without_a_rate_on_rank_1 if how == "raised in runs" else Dies
+    optimizer = gradsync.share_optimizer(make_optimizer(model.parameters()))
+    errors = (ReplicaLostError, UnfinishedRoundError)
+    if dist.get_rank() == 1:
+        errors = (ValueError, TypeError)  # type: ignore[assignment]
+    with pytest.raises(errors) as caught:
         train(model, optimizer, range(4))
+    if how != "killed":
+        dist.barrier()  # nobody ends before the others have raised for this, not for its end
     return str(caught.value)
 
 
-@pytest.mark.parametrize("how", ["killed", "raised"])
-def test_a_step_that_is_torn_is_told(how: str, ranks: Ranks) -> None:
-    survivor, _ = ranks.outcomes(lose_a_rank, 2, how)
+def test_a_step_that_is_torn_is_told(ranks: Ranks) -> None:
+    survivor, _ = ranks.outcomes(lose_a_rank, 2, "killed")
     text = str(survivor.result)
     assert "step 3 of a shared optimizer did not come to its end" in text
     assert "the last whole one was step 2" in text
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
+@pytest.mark.parametrize(("how", "at"), [("raised", 1), ("raised", 3), ("raised in runs", 1)])
+def test_an_optimizer_that_raises_on_one_rank(how: str, at: int, transport: str, ranks: Ranks) -> None:
+    """It raises there what it raises, and at once what has become of the step on all others."""
+    texts = ranks(lose_a_rank, 3, how, transport, at)
+    assert "shared optimizer" not in texts[1]
+    for text in (texts[0], texts[2]):
+        assert f"step {at} of a shared optimizer did not come to its end: the optimizer of rank 1 raised." in text
+        assert f"the last whole one was step {at - 1}" in text
+
+
+def torn_on_one_host() -> None:
+    """Rank 1 raises, and rank 0, on the same host, for it; that one ends first."""
+    be_on_host(dist.get_rank() // 2)
+    Dies.how, Dies.at = "raised", 3
+    model = gradsync.replicate(build(), share_parameters=True, transport="hierarchical")
+    optimizer = gradsync.share_optimizer(Dies(model.parameters()))
+    try:
+        train(model, optimizer, range(4))
+    except (UnfinishedRoundError, ValueError) as error:
+        time.sleep(dist.get_rank())
+        end_as_python_does(error)
+
+
+def test_other_hosts_name_the_first_cause(ranks: Ranks) -> None:
+    for outcome in ranks.outcomes(torn_on_one_host, 4)[2:]:
+        assert isinstance(outcome.exception, ReplicaLostError), outcome
+        assert outcome.exception.ranks == [1]
+        assert "the optimizer of rank 1 raised" in str(outcome.exception)

@@ -372,23 +372,37 @@ def test_a_checkpoint_makes_a_torn_model_whole(front: str, transport: str) -> No
     torch.testing.assert_close(list(model.parameters()), wanted, rtol=0, atol=0)
 
 
-def lose_a_rank(how: str) -> str:
-    model = gradsync.replicate(build(), share_parameters=True, bucket_cap_mb=0.0001)
-    optimizer = gradsync.overlap_optimizer(model, optim.SGD(model.parameters(), lr=0.1))
-    for step in range(2):
+def lose_a_rank(how: str, transport: Any = "shared_memory", at: int = 3) -> str:
+    model = gradsync.replicate(build(), share_parameters=True, bucket_cap_mb=0.0001, transport=transport)
+    optimizer = gradsync.overlap_optimizer(model, optim.AdamW(model.parameters()))
+    for step in range(1, at):
         backward(model, step)
+    errors = (ReplicaLostError, UnfinishedRoundError)
     if dist.get_rank() == 1 and how == "killed":  # in the middle of backward
         model[0].weight.register_post_accumulate_grad_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
     if dist.get_rank() == 1 and how == "raised":
         optimizer.param_groups[0]["lr"] = None
-    with pytest.raises((ReplicaLostError, UnfinishedRoundError)) as caught:
-        backward(model, 2)
+        errors = (TypeError,)  # type: ignore[assignment]
+    with pytest.raises(errors) as caught:
+        backward(model, at)
+    if how == "raised":
+        dist.barrier()  # nobody ends before the others have raised for this, not for its end
     return str(caught.value)
 
 
-@pytest.mark.parametrize("how", ["killed", "raised"])
-def test_a_round_that_is_torn_is_told(how: str, ranks: Ranks) -> None:
-    survivor, _ = ranks.outcomes(lose_a_rank, 2, how)
+def test_a_round_that_is_torn_is_told(ranks: Ranks) -> None:
+    survivor, _ = ranks.outcomes(lose_a_rank, 2, "killed")
     text = str(survivor.result)
     assert "step 3 of a shared optimizer did not come to its end" in text
     assert "the last whole one was step 2" in text
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
+@pytest.mark.parametrize("at", [1, 3])
+def test_an_optimizer_that_raises_on_one_rank(at: int, transport: str, ranks: Ranks) -> None:
+    """In the first round the others make room for what it would have kept."""
+    texts = ranks(lose_a_rank, 3, "raised", transport, at)
+    assert "shared optimizer" not in texts[1]
+    for text in (texts[0], texts[2]):
+        assert f"step {at} of a shared optimizer did not come to its end: the optimizer of rank 1 raised." in text
+        assert f"the last whole one was step {at - 1}" in text

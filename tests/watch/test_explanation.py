@@ -62,6 +62,24 @@ def test_different_modules_of_the_same_name() -> None:
     assert lines[-1].startswith("The ranks are in rounds of different replicated modules")
 
 
+def test_different_calls() -> None:
+    """Of which nothing but the line of the script is known."""
+    waits = Position("past the end", "GPT", 0, 12, "the other ranks", 14.0)
+    rows = [
+        Row(0, waits, "train.py:9 in main"),
+        Row(1, waits, "train.py:12 in main"),
+        Row(2, waits, "train.py:9 in main"),
+    ]
+    assert culprits(rows) == [1]
+    assert explain(rows).splitlines() == [
+        "rank 1 is past the end of round 12 of GPT, waiting for the other ranks (train.py:12 in main)",
+        "rank 0 is past the end of round 12 of GPT, waiting for the other ranks (train.py:9 in main)",
+        "rank 2 is past the end of round 12 of GPT, waiting for the other ranks (train.py:9 in main)",
+        "The ranks wait for each other in different calls: some train, for example, while others compare, load, save "
+        "or make a replica. Let all ranks make the same calls, in the same order.",
+    ]
+
+
 def test_one_that_shows_its_exception() -> None:
     """That is a function of c10d's too."""
     stack = ("/x/torch/distributed/distributed_c10d.py:1928 in _distributed_excepthook",)

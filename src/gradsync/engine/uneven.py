@@ -11,13 +11,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch.distributed.algorithms.join import Join, JoinHook
 
-from gradsync.errors import GradsyncError, InvalidOptionError, JoinError
+from gradsync.errors import GradsyncError, InvalidOptionError, JoinError, ReplicaLostError
+from gradsync.transport.base import Transport
+from gradsync.watch.explanation import explain
+from gradsync.watch.patience import lost_meanwhile
 
 if TYPE_CHECKING:
     from gradsync.engine.engine import Engine
 
 T = TypeVar("T")
 HAS_DATA, HAS_NO_DATA = 1, 0
+_NEWS_SECONDS = 1.0  # that news of a loss may take, after c10d has noticed it
 _awaited: weakref.WeakSet[Joining] = weakref.WeakSet()  # rounds that were announced and have not closed
 
 
@@ -118,13 +122,21 @@ def _left_alone(engine: Engine) -> Iterator[None]:
     except RuntimeError as error:
         if "exhausted inputs" in str(error):  # `throw_on_early_termination`: torch's own words are clear
             raise
-        raise left_alone(engine.transport.rank, error) from error
+        raise left_alone(engine.transport, error) from error
 
 
-def left_alone(rank: int, error: BaseException) -> JoinError:
+def left_alone(transport: Transport, error: BaseException) -> Exception:
+    """What to raise for what c10d has said: who is lost, if that is so; else where the others are."""
+    where = ""
+    if (watch := transport.watch) is not None:
+        lost = lost_meanwhile(watch, _NEWS_SECONDS)
+        if isinstance(lost, ReplicaLostError):  # else another rank has given up too
+            return lost
+        where = explain([row for row in watch.where() if row.rank != transport.rank], watch.ended())
+    where = f"\n{where}\n" if where else " "
     return JoinError(
-        f"rank {rank}: inside a Join context not every rank answered: {error}. A rank that raises inside it, or never "
-        "enters it, leaves the others alone: look at its error first. To go on, "
+        f"rank {transport.rank}: inside a Join context not every rank answered: {error}. A rank that raises inside it, "
+        f"or never enters it, leaves the others alone: look at its error first.{where}To go on, "
         "move the module to a new group, with change_process_group(dist.new_group()), and enter a new context."
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +17,8 @@ from gradsync.sharing.runs import Run, find_runs
 from gradsync.sharing.state import RunState
 from gradsync.sharing.whole import WholeParameters
 
-_NEWS, _FAILED = 1, 2  # what ranks say to each other at the end of a step
+# What ranks say to each other at the end of a step; from the second on, plus the rank, that it has raised.
+_NEWS, _FAILED = 1, 2
 
 
 class Part:
@@ -59,14 +61,17 @@ class Part:
 
     def end_step(self, inner: Optimizer) -> None:
         """They are whole again when this returns, on all ranks of the host."""
+        said = _NEWS if self.whole.has_news(inner) else 0
+        if not self._memory.is_common or self._has_new_state(inner):
+            said = self._meet_unless_failed(said)  # what follows all ranks do together: not those that have raised
+        self.share_state(inner)
         self._spread()
         for run in self.runs:
             run.let_gradient_go()
         torch.autograd.graph.increment_version([p for p in self.parameters if p.grad is not None])
         self.whole.write_numbers(inner)
-        said = self._meet_at_end(_NEWS if self.whole.has_news(inner) else 0)
-        if said == _FAILED:
-            raise self._torn("the optimizer of another rank of this host raised")
+        if self._memory.is_common:
+            said = self._meet_unless_failed(said)
         if said == _NEWS:
             self.whole.tell(inner, self.group.transport)
             self.whole.write_numbers(inner)
@@ -83,7 +88,18 @@ class Part:
 
     def fail_step(self) -> None:
         """The optimizer has raised on this rank: so that the others need not wait."""
-        self._meet_at_end(_FAILED)
+        with contextlib.suppress(ReplicaLostError, RoundTimeoutError):  # what it has raised says more
+            self._meet_at_end(_FAILED + self._rank)
+
+    def _meet_unless_failed(self, said: int = 0) -> int:
+        heard = self._meet_at_end(said)
+        if heard >= _FAILED:
+            raise self._torn_by(heard)
+        return heard
+
+    def _torn_by(self, heard: int) -> UnfinishedRoundError:
+        rank = heard - _FAILED
+        return self._torn(f"the optimizer of rank {rank} raised", [rank] if rank != self._rank else ())
 
     def _meet_at_end(self, said: int = 0) -> int:
         try:
@@ -91,12 +107,13 @@ class Part:
         except (ReplicaLostError, RoundTimeoutError) as error:
             raise type(error)(f"{error} {self._torn('its share is missing')}", error.ranks) from None
 
-    def _torn(self, why: str) -> UnfinishedRoundError:
+    def _torn(self, why: str, because: Sequence[int] = ()) -> UnfinishedRoundError:
         steps = self._shared.steps
         return UnfinishedRoundError(
             f"rank {self.group.transport.rank}: step {steps + 1} of a shared optimizer did not come to its end: {why}. "
             "The parameters on this host, and the optimizer's state, are those of two steps; the last whole one was "
-            f"step {steps}. Go on from a checkpoint: load_state_dict() of replica and optimizer, on all ranks."
+            f"step {steps}. Go on from a checkpoint: load_state_dict() of replica and optimizer, on all ranks.",
+            because,
         )
 
     def take_share(self, inner: Optimizer, number: int, used: Sequence[bool], gradient: Tensor) -> list[Run]:
@@ -156,18 +173,22 @@ class Part:
         """Of those that have shares of the same memory."""
         return self._memory.ranks[0]
 
-    def end_shares(self, failed: bool) -> None:
+    def end_shares(self, inner: Optimizer, failed: bool) -> None:
         """All shares of a round were stepped here, or that has failed; returns when all ranks are so far."""
+        heard = self._meet_at_end(_FAILED + self._rank if failed else 0)
+        if heard >= _FAILED:
+            torn = self._torn_by(heard)
+            self.drop_shares(str(torn))
+            if not failed:
+                raise torn
+            return
         if not self._memory.is_common:
             for number in sorted({run.number for run in self.runs}):
                 self._shared.spread(self.group, number)
-        if self._meet_at_end(_FAILED if failed else 0) != _FAILED:
-            self._shared.stepped()
-            return
-        torn = self._torn("the optimizer of a rank of this host raised")
-        self.drop_shares(str(torn))
-        if not failed:
-            raise torn
+        if self._has_new_state(inner):
+            self.share_state(inner)
+            self._meet_at_end()
+        self._shared.stepped()
 
     def drop_shares(self, torn: str) -> None:
         """The round comes to nothing. `torn`: what is to be said of shares that may have been stepped."""
@@ -199,13 +220,23 @@ class Part:
         self.runs = runs
         self._by_bucket.clear()
 
-    def share_state(self, inner: Optimizer, stepped: Sequence[Run] | None = None) -> None:
-        """What the step, of these runs, has added to the state goes to common memory. All ranks together."""
-        runs = [run for run in (self.runs if stepped is None else stepped) if run.values in inner.state]
-        states = [inner.state[run.values] for run in runs]
+    def share_state(self, inner: Optimizer) -> None:
+        """What the steps have added to the state goes to common memory. All ranks together."""
+        runs, states = self._with_state(inner, self.runs)
         if keys := self._state.new_keys(runs, states):
             self._state.allocate(keys)
         self._state.bring(runs, states)
+
+    def bring_state(self, inner: Optimizer, stepped: Sequence[Run]) -> None:
+        """The same of these runs, by this rank alone: what has no common memory yet stays where it is."""
+        self._state.bring(*self._with_state(inner, stepped))
+
+    def _has_new_state(self, inner: Optimizer) -> bool:
+        return bool(self._state.new_keys(*self._with_state(inner, self.runs)))
+
+    def _with_state(self, inner: Optimizer, runs: Sequence[Run]) -> tuple[list[Run], list[dict[str, Any]]]:
+        stepped = [run for run in runs if run.values in inner.state]
+        return stepped, [inner.state[run.values] for run in stepped]
 
     def plain_state(self, inner: Optimizer) -> Iterable[tuple[nn.Parameter, dict[str, Any]]]:
         """Of each parameter, as the plain optimizer would have it."""

@@ -52,12 +52,11 @@ class SharedStep:
             with unsynchronized.trusted():
                 self._step_inner()
         except BaseException:
-            for part in self._parts:
+            for part in self._parts[:1]:  # where the others hear of it, and go no further
                 part.fail_step()
             raise
         with torch.no_grad():
             for part in self._parts:
-                part.share_state(inner)
                 part.end_step(inner)
 
     # --- shares that are stepped as they come ----------------------------------------------------
@@ -80,7 +79,7 @@ class SharedStep:
         try:
             with torch.enable_grad():  # `step` turns it off itself, and some look at it first
                 self._step_inner()
-            part.share_state(inner, runs)
+            part.bring_state(inner, runs)
         finally:
             inner.param_groups = all_groups
             for run in runs:
@@ -88,7 +87,7 @@ class SharedStep:
         optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask for it
 
     def end_shares(self, failed: bool) -> None:
-        self._part.end_shares(failed)
+        self._part.end_shares(self._inner, failed)
 
     def drop_shares(self, torn: str) -> None:
         for part in self._parts:

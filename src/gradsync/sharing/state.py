@@ -31,10 +31,10 @@ class RunState:
         self._memories: dict[str, SharedOnce] = {}
 
     def bring(self, runs: Sequence[Run], states: Sequence[dict[str, Any]]) -> None:
-        """Moves what is new in the states of these runs to common memory. All ranks have the same news."""
+        """Moves what is new in the states of these runs to common memory, as far as that has some for it."""
         for run, state in zip(runs, states, strict=True):
             for key, value in state.items():
-                if is_like(key, value) and not self._lies_in(key, run, value):
+                if is_like(key, value) and key in self._memories and not self._lies_in(key, run, value):
                     self._check_type(key, run, value.dtype)
                     place = self._flat(key, run)
                     place.copy_(value)
@@ -72,7 +72,7 @@ class RunState:
         return self._memories[key].tensor(offset, extent.stop - extent.start, dtype)
 
     def _lies_in(self, key: str, run: Run, value: Tensor) -> bool:
-        return key in self._memories and value.data_ptr() == self._flat(key, run).data_ptr()
+        return value.data_ptr() == self._flat(key, run).data_ptr()
 
     def _check_type(self, key: str, run: Run, dtype: torch.dtype) -> None:
         if dtype != run.bucket.plan.dtype:

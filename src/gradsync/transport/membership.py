@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
@@ -29,8 +29,14 @@ class Membership:
         return self.store.add(f"gradsync/{what}/{self.rank}", 1)
 
     def exchange(
-        self, topic: str, text: str, limit: float | None = None, check: Callable[[], None] | None = None
+        self,
+        topic: str,
+        text: str,
+        limit: float | None = None,
+        check: Callable[[], None] | None = None,
+        explain: Callable[[Callable[[], Sequence[int]]], None] | None = None,
     ) -> list[str]:
-        """Every rank's text on a topic. `check`: raises if waiting for it has become pointless."""
+        """Every rank's text on a topic. `check`: raises if waiting for it has become pointless; `explain`: says for
+        whom, if that takes long."""
         limit = self.limit if limit is None else limit
-        return exchange(self.store, topic, self.rank, self.size, text, limit, check)
+        return exchange(self.store, topic, self.rank, self.size, text, limit, check, explain)

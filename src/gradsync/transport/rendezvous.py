@@ -26,12 +26,14 @@ import torch.distributed as dist
 from gradsync import _torch
 from gradsync.errors import GradsyncError, InvalidOptionError, OptionsMismatchError, ReplicaLostError, SharedMemoryError
 from gradsync.transport import dedicated_group, handshake, shared_watch
+from gradsync.transport.early_words import EarlyWords
 from gradsync.transport.host_memory import HostMemory
 from gradsync.transport.keepalive import Keepalive
 from gradsync.transport.link import listed
 from gradsync.transport.membership import Membership
 from gradsync.transport.shared_watch import Offer
-from gradsync.transport.start_watch import StartWatch, store_lost
+from gradsync.transport.start_patience import StartPatience
+from gradsync.transport.start_watch import StartWatch, without_store
 from gradsync.transport.store import SilentRanksError
 from gradsync.watch import settings
 from gradsync.watch.watch import Watch
@@ -169,9 +171,10 @@ class Rendezvous:
             self.number = member.next_number(_COUNTER)
         except RuntimeError as error:
             keepalive.release()
-            raise store_lost(member.rank, error) from None
+            raise without_store(member.rank, shared_watch.over_same_ranks(member), error) from None
         gloo = _torch.gloo_of(member.group) if member.size > 1 else None
-        self.start_watch = StartWatch(gloo, member.store, member.rank, member.size, self.number, keepalive)
+        words = EarlyWords(dist.get_process_group_ranks(member.group))
+        self.start_watch = StartWatch(gloo, member.store, member.rank, member.size, self.number, keepalive, words)
         """Notices when one of them is lost, until it is ended."""
         host, obstacle, is_surprising = f"rank {member.rank}", _machine_obstacle() or obstacle, False
         if not obstacle:
@@ -291,17 +294,25 @@ class Rendezvous:
         return self._member.store.check([f"gradsync/{_topic(self.number, _VERDICT)}/{rank}"])
 
     def _exchange(self, step: str, text: str, limit: float | None = None) -> list[str]:
+        waited = StartPatience(self._member.rank, limit or self._member.limit, self._watch_so_far)
         try:
-            with self._store_may_be_lost():
-                return self._member.exchange(_topic(self.number, step), text, limit, self.check)
+            with self._store_may_be_lost(), waited:
+                topic = _topic(self.number, step)
+                return self._member.exchange(topic, text, limit, self.check, waited.explain)
         except SilentRanksError as silent:
             self.close()
             self.start_watch.give_up_on(silent.ranks)
+            if limit is None and (told := waited.too_long(silent.ranks)) is not None:
+                raise told from None
             raise ReplicaLostError(
                 f"rank {self._member.rank}: the ranks of the group meet to find out who shares a host with whom, and "
                 f"there is {silent}. Either it died, see its own output, or it does not replicate its module.",
                 silent.ranks,
             ) from None
+
+    @property
+    def _watch_so_far(self) -> Watch | None:
+        return self.watch or next(iter(self._watches.values()), None)
 
     @contextlib.contextmanager
     def _store_may_be_lost(self) -> Iterator[None]:

@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -31,11 +31,12 @@ from gradsync import _torch
 from gradsync._torch import Store
 from gradsync.errors import ReplicaLostError
 from gradsync.transport import progress_engine
+from gradsync.transport.early_words import EarlyWords
 from gradsync.transport.keepalive import Keepalive
 from gradsync.transport.link import Link
 from gradsync.transport.store import NO_WORD
 from gradsync.watch.node import UNREACHABLE
-from gradsync.watch.notice import How
+from gradsync.watch.notice import How, Notice
 from gradsync.watch.watch import Watch
 
 # What was sent before a rank ended may still be on its way, and is waited for so long.
@@ -57,16 +58,20 @@ _VANISHED = "does not answer any more: its host is down, or the network is"
 class StartWatch:
     """Of one rank: watches its neighbor, and passes on what any rank has reported."""
 
-    def __init__(self, gloo: Any, store: Store, rank: int, size: int, number: int, keepalive: Keepalive) -> None:
+    def __init__(
+        self, gloo: Any, store: Store, rank: int, size: int, number: int, keepalive: Keepalive, words: EarlyWords
+    ) -> None:
         """All ranks at the same time; `number`: how often they have done so before. `gloo`: None if there is none.
 
-        `keepalive`: on the connections of this process, released when nothing is expected from the neighbors any more.
+        `keepalive`: on the connections of this process, released when nothing is expected from the neighbors any more;
+        `words`: of ranks that raise.
         """
         self._rank, self._size = rank, size
         self._store, self._key = store, f"gradsync/start/{number}/failure"
         self._next_check = self._known_since = self._neighbor_lost_since = 0.0
         self._has_heard = False
         self._watches: list[Watch] = []
+        self._words = words
         self._neighbor = _Neighbor(gloo, keepalive)
         self._awaited_by: list[int] = [(rank - 1) % size]  # a list, which the finalizer has too
         self._end = weakref.finalize(self, _end, gloo, keepalive, self._awaited_by)
@@ -98,7 +103,8 @@ class StartWatch:
             raise error if isinstance(error, ReplicaLostError) else self.without_store(error) from None
 
     def _look(self, now: float) -> None:
-        if (lost := self._lost_by_watch() or self._lost_neighbor(now)) is not None:
+        lost = self._lost_by_watch() or self._lost_neighbor(now) or _failure_in(self._words.first())
+        if lost is not None:
             self._report(lost)
         if not self._store.check([self._key]):
             return
@@ -106,6 +112,7 @@ class StartWatch:
         if now - self._known_since >= GRACE:
             failure = _Failure(**json.loads(self._store.get(self._key)))
             self._let_others_hear()
+            self._words.heard()
             raise failure.error(self._rank)
 
     def explain(self) -> None:
@@ -157,7 +164,11 @@ class StartWatch:
 
     def _lost_neighbor(self, now: float) -> _Failure | None:
         """Of a watch, news may be on their way, which say more."""
-        if (lost := self._neighbor.lost) is None or not self._watches:
+        if (lost := self._neighbor.lost) is None:
+            return None
+        if (told := _failure_in(self._words.of(lost.rank))) is not None:
+            return told
+        if not self._watches:
             return lost
         ended = {notice.rank for watch in self._watches for notice in watch.ended() if notice.how is How.ENDED}
         if lost.rank in ended:
@@ -166,19 +177,11 @@ class StartWatch:
         return lost if now - self._neighbor_lost_since > GRACE else None
 
     def _lost_by_watch(self) -> _Failure | None:
-        lost = next((watch.lost for watch in self._watches if watch.lost is not None), None)
-        if lost is None:
-            return None
-        if lost.because:
-            return _Failure(lost.because[0], f"is lost, as rank {lost.rank} has found: {lost.why}"[:_SHOWN])
-        return _Failure(lost.rank, lost._replace(why=lost.why[:_SHOWN]).told().rstrip())
+        return _failure_known_to(self._watches)
 
     def without_store(self, error: RuntimeError) -> ReplicaLostError:
-        """What to raise when a request to the store has failed: if there is a watch, it knows why in a moment."""
-        deadline = time.monotonic() + (NEWS_SECONDS if self._watches else 0.0)
-        while (lost := self._lost_by_watch()) is None and time.monotonic() < deadline:
-            time.sleep(_CHECK_SECONDS)
-        return store_lost(self._rank, error) if lost is None else lost.error(self._rank)
+        """What to raise when a request to the store has failed."""
+        return without_store(self._rank, self._watches, error)
 
     def _let_others_hear(self) -> None:
         """Else they would find the store gone, if it is in this process, and name this rank, not the first cause."""
@@ -217,6 +220,18 @@ class _Failure(NamedTuple):
         )
 
 
+def _failure_known_to(watches: Iterable[Watch]) -> _Failure | None:
+    return _failure_in(next((watch.lost for watch in watches if watch.lost is not None), None))
+
+
+def _failure_in(lost: Notice | None) -> _Failure | None:
+    if lost is None:
+        return None
+    if lost.because:
+        return _Failure(lost.because[0], f"is lost, as rank {lost.rank} has found: {lost.why}"[:_SHOWN])
+    return _Failure(lost.rank, lost._replace(why=lost.why[:_SHOWN]).told().rstrip())
+
+
 class _CheckWhileWaiting:
     """A step of the progress engine that is never done: those who wait run it."""
 
@@ -229,6 +244,14 @@ class _CheckWhileWaiting:
 
     def needs_polling(self, link: object) -> bool:
         return link is not self._link
+
+
+def without_store(rank: int, watches: Sequence[Watch], error: Exception) -> ReplicaLostError:
+    """What to raise when a request to the store has failed: if there is a watch, it knows why in a moment."""
+    deadline = time.monotonic() + (NEWS_SECONDS if watches else 0.0)
+    while (lost := _failure_known_to(watches)) is None and time.monotonic() < deadline:
+        time.sleep(_CHECK_SECONDS)
+    return store_lost(rank, error) if lost is None else lost.error(rank)
 
 
 def store_lost(rank: int, error: Exception) -> ReplicaLostError:

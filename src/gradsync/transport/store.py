@@ -15,6 +15,7 @@ from gradsync._torch import Store
 # How long to sleep between two looks, at first and at most: ranks in step need less than the first.
 _NAP, _LONGEST_NAP = 0.5e-3, 20e-3
 NO_WORD = "no word from rank"
+_SHOWN = 6  # ranks
 
 
 class SilentRanksError(TimeoutError):
@@ -26,15 +27,30 @@ class SilentRanksError(TimeoutError):
 
 
 def exchange(
-    store: Store, topic: str, rank: int, size: int, text: str, limit: float, check: Callable[[], None] | None = None
+    store: Store,
+    topic: str,
+    rank: int,
+    size: int,
+    text: str,
+    limit: float,
+    check: Callable[[], None] | None = None,
+    explain: Callable[[Callable[[], Sequence[int]]], None] | None = None,
 ) -> list[str]:
     """Every rank's text on a topic. Those that said nothing within `limit` seconds are in a `SilentRanksError`.
 
-    `check` is called now and then; it raises if waiting has become pointless.
+    `check` is called now and then; it raises if waiting has become pointless. So is `explain`, with something that
+    gives a few of those that have said nothing yet.
     """
     keys = [f"gradsync/{topic}/{r}" for r in range(size)]
+
+    def look() -> None:
+        if check is not None:
+            check()
+        if explain is not None:
+            explain(lambda: [r for r in range(size) if not store.check([keys[r]])][:_SHOWN])
+
     store.set(keys[rank], text)
-    silent = await_keys(store, keys, limit, check)
+    silent = await_keys(store, keys, limit, look)
     if silent:
         raise SilentRanksError([keys.index(key) for key in silent])
     return [found.decode() for found in _torch.read_all(store, keys)]

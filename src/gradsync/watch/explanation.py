@@ -22,7 +22,8 @@ def culprits(rows: Sequence[Row]) -> list[int]:
     by_place: dict[object, list[int]] = {}
     for row in rows:
         if row.at is not None:
-            by_place.setdefault((row.at.phase, row.at.serial, row.at.round, row.at.awaits), []).append(row.rank)
+            line = "" if _is_bucket(row.at) else row.line
+            by_place.setdefault((row.at.phase, row.at.serial, row.at.round, row.at.awaits, line), []).append(row.rank)
     fewest = min(map(len, by_place.values()), default=0)
     return sorted(r for ranks in by_place.values() if len(ranks) == fewest for r in ranks) if len(by_place) > 1 else []
 
@@ -41,7 +42,7 @@ def explain(rows: Sequence[Row], ended: Sequence[Notice] = ()) -> str:
         lines.append(f"rank {notice.rank} {how} after {_rounds(notice)} rounds")
     waiting = [row for row in rows if row.at is not None and row.at.awaits and row.rank not in blamed]
     for row in waiting[: _SHOWN - len(blamed)]:
-        lines.append(f"rank {row.rank} is {row.at}")
+        lines.append(f"rank {row.rank} {_doing(row)}")
     places = [row.at for row in rows if row.at is not None and row.at.awaits]
     if blamed and len(places) == len(rows):
         lines.append(_different(places))
@@ -50,6 +51,11 @@ def explain(rows: Sequence[Row], ended: Sequence[Notice] = ()) -> str:
 
 def _different(places: Sequence[Position]) -> str:
     """All ranks wait, and not for the same."""
+    if not all(map(_is_bucket, places)):
+        return (
+            "The ranks wait for each other in different calls: some train, for example, while others compare, load, "
+            "save or make a replica. Let all ranks make the same calls, in the same order."
+        )
     if len({at.serial for at in places}) == 1:
         return "The ranks wait for different buckets: their backwards took different ways, or came in another order."
     return (
@@ -79,11 +85,16 @@ def _doing(row: Row) -> str:
         )
     where = f" ({row.line})" if row.line else ""
     if row.at.awaits:
-        return f"is {row.at}"
+        return f"is {row.at}{'' if _is_bucket(row.at) else where}"
     for line in reversed(row.stack):
         if _C10D in line and not line.endswith(_NO_COLLECTIVE):
             return f"has been in another collective, {line.rpartition(' in ')[2]}(), for {row.at.since:.0f} s{where}:"
     return f"has been {row.at} for {row.at.since:.0f} s{where}:"
+
+
+def _is_bucket(at: Position) -> bool:
+    """Whether it waits in a backward; else in another call, of which the line says which."""
+    return str(at.awaits).startswith("bucket ")
 
 
 def _rounds(notice: Notice) -> int:

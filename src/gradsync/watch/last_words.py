@@ -19,7 +19,7 @@ import weakref
 from opcode import opname
 from types import FrameType
 
-from gradsync.errors import ReplicaLostError, RoundTimeoutError
+from gradsync.errors import ReplicaLostError, RoundTimeoutError, UnfinishedRoundError
 from gradsync.watch import error_file, position
 from gradsync.watch.node import Node
 from gradsync.watch.notice import BY_EXIT, MOST_TEXT, How, Notice
@@ -48,10 +48,10 @@ def remember(node: Node) -> None:
 def _say(process: int) -> None:
     if process != os.getpid():
         return
-    error = _uncaught()
+    error = uncaught()
     if error is not None:
         with contextlib.suppress(Exception):  # before the others can raise for it
-            error_file.write(error, fell_with_others=bool(_ranks_blamed(error)))
+            error_file.write(error, fell_with_others=bool(ranks_blamed(error)))
     for node in list(_nodes):
         node.say(words_for(error, node.rank), SECONDS)
         node.end()
@@ -63,13 +63,18 @@ def _say_before_threads(process: int) -> None:
 
     One of them may go on with the training: so nothing is said if another thread than the main one has trained.
     """
-    error = _uncaught()
+    error = uncaught()
     if process == os.getpid() and error is not None and not position.here.trains_elsewhere:
         for node in list(_nodes):
             node.say(words_for(error, node.rank), SECONDS)
 
 
-def _uncaught() -> BaseException | None:
+def tells_others() -> bool:
+    """Whether this process has, or has had, a watch over which its end is told."""
+    return _registered_in == os.getpid()
+
+
+def uncaught() -> BaseException | None:
     """What ends this process, if it is an exception."""
     error: BaseException | None = sys.exc_info()[1]
     if error is None and not hasattr(sys, "ps1"):  # a notebook's latest one did not end it
@@ -98,7 +103,7 @@ def words_for(error: BaseException | None, rank: int) -> Notice:
     if error is None:
         why = BY_EXIT if _was_left() else ""
         return Notice(rank, How.ENDED, why, at=at, rounds=tuple(position.here.rounds.items()))
-    because = _ranks_blamed(error)
+    because = ranks_blamed(error)
     try:
         why = f"{type(error).__name__}: {error}"[:MOST_TEXT].removesuffix(": ")
     except Exception:  # in its `__str__`
@@ -106,6 +111,6 @@ def words_for(error: BaseException | None, rank: int) -> Notice:
     return Notice(rank, How.RAISED, why, tuple(position.lines_of(error)), because, at)
 
 
-def _ranks_blamed(error: BaseException) -> tuple[int, ...]:
+def ranks_blamed(error: BaseException) -> tuple[int, ...]:
     """Others, if it is one that a rank raises because of them."""
-    return tuple(error.ranks) if isinstance(error, (ReplicaLostError, RoundTimeoutError)) else ()
+    return tuple(error.ranks) if isinstance(error, (ReplicaLostError, RoundTimeoutError, UnfinishedRoundError)) else ()

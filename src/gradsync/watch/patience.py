@@ -43,12 +43,18 @@ class Patience:
 
     def look(self) -> None:
         """Raises if waiting has become pointless; asks what others do when it has taken long."""
+        self.raise_if_in_vain()
+        self.explain_in_time()
+
+    def raise_if_in_vain(self) -> None:
         waited = self.waited
         if cause := _cause(self._watch):
             self._known_since = self._known_since or waited
             if self._watch.lost is not None or waited - self._known_since > _GRACE:
                 raise _error(self._watch, cause)
-        if waited > self._explain_after and not self._rows:
+
+    def explain_in_time(self) -> None:
+        if self.waited > self._explain_after and not self._rows:
             self._explain()
 
     def _explain(self) -> None:
@@ -77,13 +83,20 @@ class Patience:
         return f"rank {self._watch.rank} has waited {self.waited:.0f} s, {here.described()}:\n{why}"
 
 
-def after_break(watch: Watch, error: Exception) -> Exception:
-    """A connection broke, or a collective failed: what to raise for it."""
-    deadline = time.monotonic() + _NEWS_SECONDS
+def lost_meanwhile(watch: Watch, seconds: float = _NEWS_SECONDS) -> Exception | None:
+    """A connection broke, or a collective failed: what to raise for it, if a rank is lost; news may take so long."""
+    deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if cause := _cause(watch):
             return _error(watch, cause)
         time.sleep(0.01)
+    return None
+
+
+def after_break(watch: Watch, error: Exception) -> Exception:
+    """What to raise for it in any case."""
+    if (lost := lost_meanwhile(watch)) is not None:
+        return lost
     if ended := watch.ended():
         return _error(watch, ended[0])
     if isinstance(error, ReplicaLostError):
