@@ -53,6 +53,22 @@ def test_plain_python_is_a_world_of_one(ranks: Ranks, front: str) -> None:
     ranks(by_plain_python, 1, front, backend=None, limit=60)
 
 
+def in_a_batch_script() -> None:
+    """Of eight tasks, whose author has forgotten srun: as sbatch runs it."""
+    os.environ.update(SLURM_PROCID="0", SLURM_NTASKS="8")
+    for name in ("RANK", "WORLD_SIZE"):
+        del os.environ[name]
+    lines = heard()
+    assert train("replicate") == (0, 1, 1.0)
+    (line,) = lines
+    assert "a world of one" in line
+    assert "This SLURM job has 8 tasks: `srun python script.py` starts a rank in each" in line
+
+
+def test_a_batch_script_without_srun_is_told_of_it(ranks: Ranks) -> None:
+    ranks(in_a_batch_script, 1, backend=None, limit=60)
+
+
 def by(names: tuple[str, str]) -> tuple[int, int, float]:
     for name, other in zip(("RANK", "WORLD_SIZE"), names, strict=True):
         os.environ[other] = os.environ.pop(name)
