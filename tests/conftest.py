@@ -27,7 +27,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave out what only a thorough run has."""
     if config.option.thorough:
         return
-    left_out = white_fields(
+    left_out: set[pytest.Item] = white_fields(
         (item, item.function, item.callspec.params)
         for item in items
         if isinstance(item, pytest.Function) and hasattr(item, "callspec") and "ranks" in item.fixturenames

@@ -20,7 +20,12 @@ FRONTS = pytest.mark.parametrize("front", ["replicate", "DistributedDataParallel
 def heard() -> list[str]:
     lines: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+
+    def emit(record: logging.LogRecord) -> None:
+        assert vars(record)["rank"] == dist.get_rank(), "there is a group by then"
+        lines.append(record.getMessage())
+
+    handler.emit = emit  # type: ignore[method-assign]
     logging.getLogger("gradsync").addHandler(handler)
     return lines
 
