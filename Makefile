@@ -3,8 +3,8 @@ PYTHON ?= python3
 # The torch that is tested. Another build: make demo TORCH="torch==2.13.0 --index-url ..."
 TORCH  ?= torch==2.13.0
 RANKS  ?= 2
-# Test processes at a time, each with ranks of its own: many tests wait for a time limit to pass.
-TESTERS ?= 2
+# Test processes at a time, each with ranks of its own. One more than two cores: many tests wait for time to pass.
+TESTERS ?= 3
 OUT    ?= demo-out
 
 VENV := .venv
@@ -12,7 +12,7 @@ BIN  := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench conformance frameworks docs clean
+.PHONY: help demo test thorough check bench conformance frameworks docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -20,8 +20,14 @@ help: ## list the targets
 demo: $(VENV)/.demo ## train a small GPT with 2 ranks on this machine (about 90 s)
 	$(BIN)/gradsync demo --ranks $(RANKS) --out $(OUT)
 
-test: $(VENV)/.test check ## ruff, mypy and all tests
-	$(BIN)/pytest -n $(TESTERS) --dist loadfile
+# In the order of their names, files that take long come first; by the number of tests, which is the default, last.
+PYTEST := $(BIN)/pytest -n $(TESTERS) --dist loadfile --no-loadscope-reorder
+
+test: $(VENV)/.test check ## ruff, mypy and the tests; each front and transport, not all combinations of them
+	$(PYTEST)
+
+thorough: $(VENV)/.test ## all tests, with all combinations of front, transport and number of ranks
+	$(PYTEST) --thorough
 
 check: $(VENV)/.test ## ruff and mypy only
 	$(BIN)/ruff check .

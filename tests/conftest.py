@@ -11,9 +11,30 @@ import pytest
 from tests.support.leaks import find_leaks, resources_in_use
 from tests.support.patience import crowding
 from tests.support.ranks import Ranks, run_ranks
+from tests.support.sample import white_fields
 
 TEST_LIMIT = 120.0
 _uncaptured_stderr = pytest.StashKey[int]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """What CI has no time for."""
+    parser.addoption("--thorough", action="store_true", help="all combinations of front, transport and number of ranks")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what only a thorough run has."""
+    if config.option.thorough:
+        return
+    left_out: set[pytest.Item] = white_fields(
+        (item, item.function, item.callspec.params)
+        for item in items
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and "ranks" in item.fixturenames
+    )
+    left_out.update(item for item in items if item.get_closest_marker("thorough"))
+    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+    items[:] = [item for item in items if item not in left_out]
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -46,12 +46,12 @@ def _make_default(device_type: str) -> None:
     # gloo always, for the small things on the CPU; the device's own backend for its tensors.
     backend = "gloo" if device_type == "cpu" else f"cpu:gloo,{device_type}:{_backend_for(device_type)}"
     if world is not None and world.size == 1:
-        _log.warning(
-            "no launcher has started this process, or it has started only one: training in a world of one. "
-            "For N ranks on this machine: gradsync run --ranks N script.py"
-        )
         alone = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=alone, rank=0, world_size=1)
+        _log.warning(
+            "no launcher has started this process, or it has started only one: training in a world of one. %s",
+            launchers.how_to_start_more(os.environ),
+        )
     elif world is not None:
         host = f"[{world.host}]" if ":" in world.host else world.host
         where = f"tcp://{host}:{world.port}"

@@ -44,12 +44,25 @@ def describe(environment: Mapping[str, str]) -> World | None:
         for launcher, rank, size, _ in LAUNCHERS:
             if rank in environment and size in environment:
                 return _world(launcher, int(environment[rank]), int(environment[size]), environment)
+            if environment.get(rank, "0") != "0":  # nobody's first: it would train alone, beside others who do
+                raise NoProcessGroupError(
+                    f"rank {environment[rank]}: {launcher} started this process, but does not say among how many "
+                    f"({size} not set). Set {size} on all ranks, or what torchrun sets: {', '.join(TORCHRUN)}."
+                )
         return World(0, 1)
     raise NoProcessGroupError(
         "Default process group has not been initialized, and the environment describes none "
         f"({', '.join(missing)} not set). Start the script with `torchrun --nproc-per-node=N script.py`, "
         "or call torch.distributed.init_process_group(...) first."
     )
+
+
+def how_to_start_more(environment: Mapping[str, str]) -> str:
+    """What to do for more ranks than one."""
+    tasks = environment.get("SLURM_NTASKS", "")
+    if tasks.isdigit() and int(tasks) > 1:
+        return f"This SLURM job has {tasks} tasks: `srun python script.py` starts a rank in each"
+    return "For N ranks on this machine: gradsync run --ranks N script.py"
 
 
 def rank(environment: Mapping[str, str], otherwise: int) -> int:

@@ -86,7 +86,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m gradsync
     """Entry point of both. Ends the process if something is wrong, as torchrun does."""
     reader = parser(prog)
     options = reader.parse_args(arguments)
-    wrong = _wrong_with_ranks(options) or _wrong_with_trace(options) or _wrong_with_program(options)
+    wrong = _wrong_with_ranks(options) or _wrong_with_program(options) or _wrong_with_trace(options)
     if wrong:
         reader.error(wrong)
     try:
@@ -151,6 +151,11 @@ def _wrong_with_trace(options: argparse.Namespace) -> str:
         Rounds.read(options.steps or USUAL_STEPS)
     except ValueError as error:
         return f"--steps {error}"
+    if options.nnodes in ("1", "1:1"):  # of several hosts, that of rank 0 has to have it
+        try:
+            Path(options.trace).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            return f"--trace can't write to {options.trace}: {error.strerror}"
     return ""
 
 

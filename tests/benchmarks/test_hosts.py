@@ -44,6 +44,7 @@ def test_hosts_are_gone_even_after_an_error() -> None:
     assert namespaces() == before
 
 
+@pytest.mark.thorough  # test_style.py has one that is interrupted
 @pytest.mark.usefixtures("_allowed")
 def test_a_quick_run(tmp_path: Path) -> None:
     file = tmp_path / "hosts.json"

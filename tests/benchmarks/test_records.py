@@ -6,11 +6,13 @@ import json
 import re
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from benchmarks.app import app
 
 
+@pytest.mark.thorough  # test_style.py has one that is interrupted, test_watch.py one of the same kind
 def test_a_run(tmp_path: Path) -> None:
     file = tmp_path / "records.json"
     done = CliRunner().invoke(app, ["records", "--repetitions", "2", "--json", str(file)])

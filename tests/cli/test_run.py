@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from gradsync.run import BOOT, MODULE, SCRIPT, main
+from gradsync.run import BOOT, MODULE, SCRIPT, _wrong_with_trace, main, parser
 from tests.support.patience import crowding
 
 LAUNCH = [sys.executable, "-m", "gradsync.run"]
@@ -196,6 +196,8 @@ def test_scripts_that_end_otherwise(tmp_path: Path, text: str, status: int, show
         (["--trace", "out", "--steps=-3:5", "x.py"], "--steps must be two numbers of rounds"),
         (["--steps", "20:25", "x.py"], "--steps says what to trace, and goes with --trace FOLDER"),
         (["--trace", "x.py", "x.py"], "--trace needs a folder, but x.py is none"),
+        (["--trace", "/proc/nowhere", "x.py"], "--trace can't write to /proc/nowhere: No such file or directory"),
+        (["--ranks", "2", "--trace", "x.py/out", "x.py"], "--trace can't write to x.py/out: Not a directory"),
         (["--no-python", "x.py"], "--no-python starts a command in which nothing can be replaced"),
         ([], "the following arguments are required: training_script"),
     ],
@@ -213,6 +215,12 @@ def test_bad_input_is_one_line(
     (line,) = shown.err.splitlines()
     assert said in line
     assert line.startswith("gradsync run: ")
+
+
+def test_the_folder_of_a_trace_may_be_on_another_host(tmp_path: Path) -> None:
+    """That of rank 0 has to have it."""
+    several = parser("gradsync run").parse_args(["--nnodes", "2", "--trace", "/proc/nowhere", "x.py"])
+    assert not _wrong_with_trace(several)
 
 
 def test_bad_input_to_the_command(tmp_path: Path) -> None:

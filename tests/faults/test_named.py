@@ -22,6 +22,7 @@ import torch.distributed as dist
 import gradsync
 from gradsync import _torch
 from gradsync.errors import ReplicaLostError, RoundTimeoutError
+from gradsync.watch import node
 from tests.ranks.memory import be_on_host, transport_of
 from tests.ranks.small import backward, build, make
 from tests.support.outcome import Outcome
@@ -44,6 +45,7 @@ def replica(transport: str, seconds: float | None = None) -> Any:
 
 
 def train(transport: str, doomed: int, fault: Callable[[], None], seconds: float | None = None) -> None:
+    tell_often()
     module = replica(transport, seconds)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     for step in range(2 * ROUND):
@@ -81,14 +83,19 @@ def assert_lost(outcomes: list[Outcome], doomed: int, *texts: str) -> None:
 # --- lost -----------------------------------------------------------------------------------------------------
 
 
+def tell_often() -> None:
+    """Where a rank is, it tells once a second."""
+    node.PUSH_SECONDS = 0.1
+
+
 def killed() -> None:
-    time.sleep(1.5)  # where a rank is, it tells once a second
+    time.sleep(0.5)  # it has told by then
     now()
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def left_at_once() -> None:
-    time.sleep(1.5)
+    time.sleep(0.5)
     now()
     os._exit(3)
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from gradsync.errors import ReplicaLostError
+from tests.faults.test_named import tell_often
 from tests.ranks.memory import transport_of
 from tests.ranks.small import backward, build, make
 from tests.support.hosts import Host, hosts_or_skip
@@ -49,9 +50,10 @@ def now() -> None:
 
 
 def killed(hosts: list[Host], shape: Shape, transport: str, doomed: int) -> None:
+    tell_often()
     module = join(hosts, shape, transport)
     if dist.get_rank() == doomed:
-        time.sleep(1.5)  # where a rank is, it tells once a second
+        time.sleep(0.5)  # it has told by then
         now()
         os.kill(os.getpid(), signal.SIGKILL)
     backward(module, 3)

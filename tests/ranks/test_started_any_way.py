@@ -20,7 +20,12 @@ FRONTS = pytest.mark.parametrize("front", ["replicate", "DistributedDataParallel
 def heard() -> list[str]:
     lines: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+
+    def emit(record: logging.LogRecord) -> None:
+        assert vars(record)["rank"] == dist.get_rank(), "there is a group by then"
+        lines.append(record.getMessage())
+
+    handler.emit = emit  # type: ignore[method-assign]
     logging.getLogger("gradsync").addHandler(handler)
     return lines
 
@@ -51,6 +56,22 @@ def by_plain_python(front: str) -> None:
 @FRONTS
 def test_plain_python_is_a_world_of_one(ranks: Ranks, front: str) -> None:
     ranks(by_plain_python, 1, front, backend=None, limit=60)
+
+
+def in_a_batch_script() -> None:
+    """Of eight tasks, whose author has forgotten srun: as sbatch runs it."""
+    os.environ.update(SLURM_PROCID="0", SLURM_NTASKS="8")
+    for name in ("RANK", "WORLD_SIZE"):
+        del os.environ[name]
+    lines = heard()
+    assert train("replicate") == (0, 1, 1.0)
+    (line,) = lines
+    assert "a world of one" in line
+    assert "This SLURM job has 8 tasks: `srun python script.py` starts a rank in each" in line
+
+
+def test_a_batch_script_without_srun_is_told_of_it(ranks: Ranks) -> None:
+    ranks(in_a_batch_script, 1, backend=None, limit=60)
 
 
 def by(names: tuple[str, str]) -> tuple[int, int, float]:

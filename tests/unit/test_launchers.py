@@ -39,6 +39,7 @@ def test_worlds(environment: dict[str, str], world: World | None) -> None:
         ({"WORLD_SIZE": "2", **SLURM}, r"RANK, MASTER_ADDR, MASTER_PORT not set"),
         ({"PMI_RANK": "2", "PMI_SIZE": "4"}, r"rank 2: MPI started 4 ranks.*MASTER_ADDR, MASTER_PORT not set.*29500"),
         (SLURM, r"rank 3: SLURM started 8 ranks"),
+        ({"SLURM_PROCID": "3", "SLURM_NTASKS": "8"}, r"rank 3: SLURM started .*SLURM_STEP_NUM_TASKS not set"),
     ],
 )
 def test_half_a_description_is_an_error(environment: dict[str, str], said: str) -> None:
