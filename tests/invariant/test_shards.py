@@ -63,6 +63,23 @@ def test_random_numbers_belong_to_the_shard(ranks: Ranks) -> None:
     assert len(set(found)) == 3
 
 
+def large_gradients() -> list[Any]:
+    torch.manual_seed(0)
+    module: Any = nn.Sequential(nn.Linear(4, 256), nn.Linear(256, 256), nn.Linear(256, 2))  # 256 KiB: brought early
+    shards = gradsync.Shards(gradsync.replicate(module), 8)
+    found = []
+    for step in range(3):
+        for shard in shards.each(shards.mine):
+            module(batch(shard, step)).square().mean().backward()
+        found.append(digest(module))
+        module.zero_grad()
+    return found
+
+
+def test_gradients_that_are_brought_to_their_bucket_early(ranks: Ranks) -> None:
+    same_from_all_sizes(ranks, large_gradients)
+
+
 def gradients_of_weighted_shards(weights: list[float], reduce: str, dtype: torch.dtype) -> list[Any]:
     module: Any = build().to(dtype)
     shards = gradsync.Shards(gradsync.replicate(module, reduce=reduce), len(weights))

@@ -173,13 +173,15 @@ class ParameterGroup:
             flags += len(plan.buckets) - 1
         self.buckets = make_buckets(plan.buckets, self.specs, self.transport, flags, by_shares, shards)
         self.layout = self._describe(plan)
+        # Of several terms only the first one's place is where gradients are delivered, and the last shard's is another.
+        brings_large = self.as_view and not by_shares and (shards is None or shards.terms == 1)
         for number, planned in enumerate(plan.buckets):
             for place in planned.places:
                 index = place.index
                 self.bucket_of[index] = number
                 self.gradients.place(index, self.buckets[number])
-                is_large = self.specs[index].nbytes >= LARGE and not planned.by_rows and not by_shares
-                if is_large and self.as_view and self.holders[index] is self.leaves[index]:
+                is_large = self.specs[index].nbytes >= LARGE and not planned.by_rows
+                if is_large and brings_large and self.holders[index] is self.leaves[index]:
                     self.large.add(index)
 
     def _describe(self, plan: Plan) -> Layout:

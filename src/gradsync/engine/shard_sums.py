@@ -40,6 +40,8 @@ class ShardSums:
         self.order = order_of(self.shards, ranks)
         self.mine = shards_of(rank, ranks, self.shards)
         self._joins = joins(self.mine, self.shards)
+        self.terms = self.order.counts[rank]
+        """How many sums this rank's shards make."""
 
     def begin(self) -> None:
         """A step."""
