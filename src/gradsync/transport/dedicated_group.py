@@ -10,7 +10,6 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Collection
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -18,7 +17,7 @@ import torch.distributed as dist
 from gradsync import _torch
 from gradsync._torch import Store
 from gradsync.errors import NoProcessGroupError, ReplicaLostError
-from gradsync.transport.store import await_keys
+from gradsync.transport.checked_store import CheckedStore
 from gradsync.transport.waiting import finish
 from gradsync.watch.watch import Watch
 
@@ -106,7 +105,7 @@ def connect_gloo(
     like: Any, store: Store, name: str, rank: int, size: int, limit: float, check: Callable[[], None]
 ) -> Any:
     """Some ranks of a gloo group connect, under a name of their own."""
-    checked = _CheckedStore(store, limit, check)
+    checked = CheckedStore(store, limit, check)
     try:
         to_connect = _CONNECT_SECONDS + size * _CONNECT_SECONDS_A_RANK
         made = _torch.connect_gloo(like, checked, name, rank, size, limit, to_connect)
@@ -141,36 +140,3 @@ def forget_destroyed_groups() -> None:
     """Those that a program has destroyed are not spare any more."""
     for name in [name for name, spare in _spare.items() if not _torch.knows(spare)]:
         del _spare[name]
-
-
-class _CheckedStore(Store):
-    """The store with a wait that can be ended: by a rank that is lost, or by the keyboard."""
-
-    def __init__(self, store: Store, limit: float, check: Callable[[], None]) -> None:
-        super().__init__()
-        self._store, self._limit = store, limit
-        self._check_while_waiting: Callable[[], None] | None = check
-
-    def stop_checking(self) -> None:
-        self._check_while_waiting = None
-
-    def set(self, key: str, value: Any) -> None:
-        self._store.set(key, bytes(value))  # type: ignore[arg-type]  # it takes bytes too
-
-    def get(self, key: str) -> bytes:
-        self.wait([key])
-        return self._store.get(key)
-
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """For as long as the group allows, not as gloo would like it: a rank may come late."""
-        if missing := await_keys(self._store, keys, self._limit, self._check_while_waiting):
-            raise TimeoutError(f"no word under {', '.join(missing)}")
-
-    def check(self, keys: list[str]) -> bool:
-        return self._store.check(keys)
-
-    def add(self, key: str, amount: int) -> int:
-        return self._store.add(key, amount)
-
-    def has_extended_api(self) -> bool:
-        return False

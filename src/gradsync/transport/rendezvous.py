@@ -295,20 +295,21 @@ class Rendezvous:
 
     def _exchange(self, step: str, text: str, limit: float | None = None) -> list[str]:
         waited = StartPatience(self._member.rank, limit or self._member.limit, self._watch_so_far)
-        try:
-            with self._store_may_be_lost(), waited:
-                topic = _topic(self.number, step)
-                return self._member.exchange(topic, text, limit, self.check, waited.explain)
-        except SilentRanksError as silent:
-            self.close()
-            self.start_watch.give_up_on(silent.ranks)
-            if limit is None and (told := waited.too_long(silent.ranks)) is not None:
-                raise told from None
-            raise ReplicaLostError(
-                f"rank {self._member.rank}: the ranks of the group meet to find out who shares a host with whom, and "
-                f"there is {silent}. Either it died, see its own output, or it does not replicate its module.",
-                silent.ranks,
-            ) from None
+        with waited:  # also while it is said that this took too long: others ask at the same moment what this rank does
+            try:
+                with self._store_may_be_lost():
+                    topic = _topic(self.number, step)
+                    return self._member.exchange(topic, text, limit, self.check, waited.explain)
+            except SilentRanksError as silent:
+                self.close()
+                self.start_watch.give_up_on(silent.ranks)
+                if limit is None and (told := waited.too_long(silent.ranks)) is not None:
+                    raise told from None
+                raise ReplicaLostError(
+                    f"rank {self._member.rank}: the ranks of the group meet to find out who shares a host with whom, "
+                    f"and there is {silent}. Either it died, see its own output, or it does not replicate its module.",
+                    silent.ranks,
+                ) from None
 
     @property
     def _watch_so_far(self) -> Watch | None:

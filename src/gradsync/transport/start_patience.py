@@ -65,8 +65,6 @@ class StartPatience:
         """At the limit, what all ranks raise; None if nothing is known that `silent` does not say."""
         if self._watch is None:
             return None
-        patience = self._patience or Patience(self._watch, self._limit, _WHAT, time.monotonic() - self._began)
-        try:
-            return patience.too_long(silent)
-        finally:
-            patience.over()
+        if self._patience is None:
+            self._patience = Patience(self._watch, self._limit, _WHAT, time.monotonic() - self._began)
+        return self._patience.too_long(silent)
