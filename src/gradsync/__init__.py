@@ -6,6 +6,7 @@ from gradsync import contract, data, dropin, errors, observe, tensor_parallel
 from gradsync._version import __version__
 from gradsync.checkpoint import checkpoint
 from gradsync.ddp import DistributedDataParallel
+from gradsync.elastic.training import Elastic
 from gradsync.guard.fingerprint import fingerprint
 from gradsync.guard.unsynchronized import allow_unsynchronized_steps
 from gradsync.invariant.shards import Shards
@@ -34,6 +35,7 @@ def __getattr__(name: str) -> Any:
 __all__ = [
     "CPUOffloadPolicy",
     "DistributedDataParallel",
+    "Elastic",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "Options",

@@ -215,6 +215,15 @@ class Loader:
             "samples": len(self._dataset),
         } | self._shape()
 
+    @property
+    def shards(self) -> Shards:
+        """For which it cuts the dataset."""
+        return self._shards
+
+    def go_to(self, epoch: int, step: int) -> None:
+        """The next `for` begins there."""
+        self.epoch, self.step, self._begun = epoch, step, False
+
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """The next `for` goes on from there."""
         for name, here in {**self._shape(), "samples": len(self._dataset)}.items():
@@ -223,8 +232,9 @@ class Loader:
                     f"the checkpoint was made with {name}={state.get(name)}, but here it is {here}: the steps would "
                     "have other samples. Use the same, or begin a new epoch without loading the loader's state."
                 )
-        self.epoch, self.step, self.seed = int(state["epoch"]), int(state["step"]), int(state["seed"])
-        self._cut, self._begun = self._make_cut(), False
+        self.seed = int(state["seed"])
+        self.go_to(int(state["epoch"]), int(state["step"]))
+        self._cut = self._make_cut()
 
     def _shape(self) -> dict[str, int]:
         return {"shards": self._shards.shards, "batch_size": self.batch_size}

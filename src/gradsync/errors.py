@@ -161,3 +161,7 @@ class ForkedError(GradsyncError, RuntimeError):
 
 class SharedMemoryError(GradsyncError, MemoryError, RuntimeError):
     """The ranks of a host could not get, or not share, the memory they need."""
+
+
+class ElasticError(GradsyncError, RuntimeError):
+    """Training that goes on without lost ranks can't go on: too few are left, or none has a whole model."""

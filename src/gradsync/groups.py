@@ -43,15 +43,15 @@ def resolve_group(group: dist.ProcessGroup | None, device_type: str) -> dist.Pro
 def _make_default(device_type: str) -> None:
     """As the environment describes it."""
     world = launchers.describe(os.environ)
-    # gloo always, for the small things on the CPU; the device's own backend for its tensors.
-    backend = "gloo" if device_type == "cpu" else f"cpu:gloo,{device_type}:{_backend_for(device_type)}"
+    backend = backend_for(device_type)
     if world is not None and world.size == 1:
         alone = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=alone, rank=0, world_size=1)
-        _log.warning(
-            "no launcher has started this process, or it has started only one: training in a world of one. %s",
-            launchers.how_to_start_more(os.environ),
-        )
+        if not launchers.is_elastic(os.environ):  # which says later with whom
+            _log.warning(
+                "no launcher has started this process, or it has started only one: training in a world of one. %s",
+                launchers.how_to_start_more(os.environ),
+            )
     elif world is not None:
         host = f"[{world.host}]" if ":" in world.host else world.host
         where = f"tcp://{host}:{world.port}"
@@ -62,7 +62,14 @@ def _make_default(device_type: str) -> None:
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     else:
         dist.init_process_group(backend)
-    _end_at_exit()
+    end_at_exit()
+
+
+def backend_for(device_type: str) -> str:
+    """gloo always, for the small things on the CPU; the device's own backend for its tensors."""
+    if device_type == "cpu":
+        return "gloo"
+    return f"cpu:gloo,{device_type}:{dist.get_default_backend_for_device(device_type)}"
 
 
 _told_of_threads = False
@@ -81,12 +88,14 @@ at_exit: Callable[[], None] | None = None
 """Ends the group that was made here."""
 
 
-def _end_at_exit() -> None:
-    """Threads of gloo's that are left to the end of the process abort it now and then.
+def end_at_exit() -> None:
+    """Of the default group. Threads of gloo's that are left to the end of the process abort it now and then.
 
     Not after an exception: other ranks may wait inside a collective.
     """
     global at_exit
+    if at_exit is not None:
+        atexit.unregister(at_exit)
     made = weakref.ref(dist.group.WORLD)
 
     def end() -> None:
@@ -140,7 +149,3 @@ def _names(dims: Any) -> list[str]:
     if dims is None:
         return []
     return [dims] if isinstance(dims, str) else list(dims)
-
-
-def _backend_for(device_type: str) -> str:
-    return dist.get_default_backend_for_device(device_type)

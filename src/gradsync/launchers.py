@@ -22,6 +22,8 @@ LAUNCHERS = (
     ("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("MPI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"),
 )
+# A descriptor: the line to the launcher of an elastic training.
+ELASTIC = "GRADSYNC_ELASTIC_LINE"
 _PORTS = 15000, 10000  # the first that a SLURM job may have, and how many there are
 
 
@@ -55,6 +57,11 @@ def describe(environment: Mapping[str, str]) -> World | None:
         f"({', '.join(missing)} not set). Start the script with `torchrun --nproc-per-node=N script.py`, "
         "or call torch.distributed.init_process_group(...) first."
     )
+
+
+def is_elastic(environment: Mapping[str, str]) -> bool:
+    """Whether it was `gradsync run --elastic`, which tells each rank as it goes with whom it trains."""
+    return ELASTIC in environment
 
 
 def how_to_start_more(environment: Mapping[str, str]) -> str:

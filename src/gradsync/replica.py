@@ -101,11 +101,7 @@ class Replica:
                 f"rank {rank} (of the present group) is not a member of the process group it was given ({group!r}): "
                 "nothing was changed. Call this only on the ranks of the new group."
             )
-        engine = self._engine
-        engine.options.check_ranks(group.size())
-        transport = choose(group, engine.options.transport, engine.reducer.parameters)
-        with transport.starting():
-            engine.change_group(group, transport)
+        move_engine(self._engine, group)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As ever, on all ranks; parameters that lie once a host are written to by one of its ranks."""
@@ -160,6 +156,14 @@ def make_engine(
     for tell in _when_made:
         tell(engine)
     return engine
+
+
+def move_engine(engine: Engine, group: dist.ProcessGroup) -> None:
+    """Goes on over another group, of which this rank is a member."""
+    engine.options.check_ranks(group.size())
+    transport = choose(group, engine.options.transport, engine.reducer.parameters)
+    with transport.starting():
+        engine.change_group(group, transport)
 
 
 def when_made(tell: Callable[[Engine], None]) -> None:

@@ -26,6 +26,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 
 from gradsync import log
+from gradsync.elastic import command as elastic
 from gradsync.watch import position
 
 EPILOG = """\
@@ -33,11 +34,16 @@ examples:
   gradsync run --ranks 2 train.py --epochs 3
   gradsync run --ranks 2 -m package.train --epochs 3
   gradsync run --ranks 2 --trace out/ --steps 20:25 train.py
+  gradsync run --elastic --ranks 2:4 train.py
+  gradsync run --elastic --nnodes 1:3 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint host:29500 train.py
   gradsync run --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint host:29500 train.py
 
 Every option of torchrun works as it does there; options after the script are the script's own.
 In each rank torch.nn.parallel.DistributedDataParallel and both replicate() of torch.distributed._composable
-are gradsync's before the script begins; gradsync.dropin.install() does the same in code."""
+are gradsync's before the script begins; gradsync.dropin.install() does the same in code.
+
+With --elastic, training goes on when ranks die, and others come in their place: the script's loop is one of
+gradsync.Elastic, and the model ends with the same bits as without a fault (docs/elastic.md)."""
 
 # Run by `python -c` in each rank. Python has put the current folder first, from which nothing may be imported: with a
 # script, its folder stands there, which `as_rank` sees to.
@@ -72,7 +78,19 @@ def parser(prog: str) -> argparse.ArgumentParser:
         add_help=False,  # torchrun's parser has it
         usage=f"{prog} [--ranks N] [torchrun's options] script.py [the script's options]",
     )
-    made.add_argument("--ranks", type=int, metavar="N", help="Ranks on this machine: --standalone --nproc-per-node N.")
+    made.add_argument(
+        "--ranks",
+        metavar="N",
+        help="Ranks on this machine: --standalone --nproc-per-node N. With --elastic also LEAST:MOST, as 2:4.",
+    )
+    made.add_argument("--elastic", action="store_true", help="Go on when ranks die or come; see docs/elastic.md.")
+    made.add_argument(
+        "--wait",
+        type=float,
+        metavar="SECONDS",
+        help=f"With --elastic: how long to wait while there are fewer ranks than the least ({elastic.WAIT_SECONDS:g}).",
+    )
+    made.set_defaults(max_restarts=None)
     made.add_argument("--trace", metavar="FOLDER", help="Write a timeline of some steps of all ranks there.")
     made.add_argument(
         "--steps",
@@ -87,9 +105,12 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m gradsync
     reader = parser(prog)
     options = reader.parse_args(arguments)
     wrong = _wrong_with_ranks(options) or _wrong_with_program(options) or _wrong_with_trace(options)
+    wrong = wrong or elastic.wrong_with(options)
     if wrong:
         reader.error(wrong)
     try:
+        if options.elastic:
+            sys.exit(elastic.run(options, _command(options), prog))
         _run(_for_torchrun(options))
     except (ValueError, AssertionError) as error:  # of torchrun's, for options that don't go together
         reader.error(str(error).strip().splitlines()[0])
@@ -106,12 +127,11 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m gradsync
 
 def _for_torchrun(options: argparse.Namespace) -> argparse.Namespace:
     """The same in torchrun's words; the command is one that lets a rank begin with us."""
-    kind = MODULE if options.module else SCRIPT
-    traced = [f"{TRACE}{options.trace}", f"{STEPS}{options.steps or USUAL_STEPS}"] if options.trace else []
-    program = [kind, options.training_script, *options.training_script_args]
+    python, *words = _command(options)
     changed: dict[str, Any] = {
-        "training_script": os.environ.get("PYTHON_EXEC", sys.executable),
-        "training_script_args": ["-u", f"-c{BOOT}", *traced, *program],
+        "training_script": python,
+        "training_script_args": words,
+        "max_restarts": options.max_restarts or 0,
         "no_python": True,  # of its own, that is
         "module": False,
         "run_path": False,
@@ -119,6 +139,14 @@ def _for_torchrun(options: argparse.Namespace) -> argparse.Namespace:
     if options.ranks is not None:
         changed |= {"nproc_per_node": str(options.ranks), "standalone": True}
     return argparse.Namespace(**{**vars(options), **changed})
+
+
+def _command(options: argparse.Namespace) -> list[str]:
+    """What a rank is started with."""
+    kind = MODULE if options.module else SCRIPT
+    traced = [f"{TRACE}{options.trace}", f"{STEPS}{options.steps or USUAL_STEPS}"] if options.trace else []
+    program = [kind, options.training_script, *options.training_script_args]
+    return [os.environ.get("PYTHON_EXEC", sys.executable), "-u", f"-c{BOOT}", *traced, *program]
 
 
 @record
@@ -129,8 +157,13 @@ def _run(options: argparse.Namespace) -> None:
 def _wrong_with_ranks(options: argparse.Namespace) -> str:
     if options.ranks is None:
         return ""
-    if options.ranks < 1:
+    least, most = elastic.range_of(options.ranks)
+    if not most:
+        return f"--ranks must be a number, or LEAST:MOST with --elastic, but is {options.ranks}"
+    if least < 1:
         return f"--ranks must be 1 or more, but is {options.ranks}"
+    if ":" in options.ranks and not options.elastic:
+        return f"--ranks {options.ranks} says that ranks may come and go, and goes with --elastic"
     defaults = torchrun.get_args_parser()
     for name in ("nnodes", "nproc_per_node", "rdzv_endpoint"):
         if getattr(options, name) != defaults.get_default(name):
@@ -189,7 +222,7 @@ def as_rank(arguments: list[str]) -> None:
     kind, program, *rest = arguments
 
     done = dropin.install()
-    if os.environ.get("RANK", "0") == "0":
+    if os.environ.get("RANK", "0") == "0" and os.environ.get("LOCAL_RANK", "0") == "0":
         sys.stderr.write(f"gradsync run: {done}\n")
     sys.argv[:] = [program, *rest]
     try:

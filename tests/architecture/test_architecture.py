@@ -40,12 +40,14 @@ MAY_IMPORT = {
     "ddp": {"engine", "contract", "groups", "joinable", "replica", "transport", "ddp_private"},
     "dropin": {"contract", "ddp", "groups", "replica", "replicate"},
     "tracing": {"engine", "observe", "replica", "transport"},
-    "run": {"dropin", "log", "tracing", "watch"},
+    "elastic": {"data", "engine", "groups", "guard", "invariant", "replica", "transport", "watch"},
+    "run": {"dropin", "elastic", "log", "tracing", "watch"},
     "integrations": {"ddp"},
     "cli": {"gradsync"},
     "__main__": {"cli"},
     "__init__": {
         "ddp",
+        "elastic",
         "invariant",
         "replica",
         "replicate",
@@ -62,6 +64,7 @@ PURE = {"engine/plan.py": {"torch", "math", "collections", "dataclasses", "typin
 PUBLIC = {
     "CPUOffloadPolicy",
     "DistributedDataParallel",
+    "Elastic",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "Options",

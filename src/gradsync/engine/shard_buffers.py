@@ -47,6 +47,12 @@ class ShardBuffers:
             buffer.data.copy_(self._start[name])
 
     @torch.no_grad()
+    def put_back(self) -> None:
+        """As the step began: it did not happen."""
+        for name, buffer in self._named():
+            buffer.data.copy_(self._start[name])
+
+    @torch.no_grad()
     def end_shard(self) -> None:
         changed = {name: buffer for name, buffer in self._named() if self._has_changed(name, buffer)}
         floating = {name: one for name, one in changed.items() if one.is_floating_point()}
@@ -77,7 +83,7 @@ class ShardBuffers:
             self._engine.transport.broadcast(others, 0)
         for buffers in by_kind.values():
             self._add_up(buffers)
-        self._start, self._waiting = {}, []
+        self._waiting = []
 
     def _named(self) -> list[tuple[str, Tensor]]:
         return [(name, one) for name, one in self._engine.buffers.named() if name in self._start]

@@ -140,6 +140,17 @@ class ShardedStep:
             holder.grad = gradient + earlier
             group.gradients.gave(index, self.engine.reducer.rounds)
 
+    def take_back(self) -> None:
+        """As if the latest step had not been begun: its gradients are dropped, buffers are put back."""
+        self._buffers.put_back()
+        self.drop_gradients()
+
+    def drop_gradients(self) -> None:
+        for holder in self._group.holders:
+            holder.grad = None
+        for module in self.engine.modules:
+            module.zero_grad()
+
     def leave(self) -> None:
         """Also in the middle of it, by an exception."""
         if self._sums.is_open:

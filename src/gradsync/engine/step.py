@@ -92,6 +92,7 @@ class TrainingStep:
         self._outside = False  # the others have gone on over a group without this rank
         self._superseded = False  # another replica of the same module has the parameters
         self._apart = False  # replicas differ on purpose
+        self._hears_of_losses = True
         self._backward = Backward(at_end=self._backward_ended)
         self._not_a_round = _torch.NO_GRAPH_TASK  # a backward that was found to be none
         self._timed = _torch.NO_GRAPH_TASK  # the latest of those
@@ -104,6 +105,10 @@ class TrainingStep:
         self._claim()
         self._listen()
         backward_rounds.made(self)
+
+    def hear_of_losses(self, flag: bool) -> None:
+        """Whether a forward raises if a rank is lost. A backward does so in any case."""
+        self._hears_of_losses = flag
 
     # --- a step by shards -----------------------------------------------------------------------------
 
@@ -133,7 +138,8 @@ class TrainingStep:
             self.managed.compute_parameters.begin_forward(recomputed=True)
             return
         if not self.reducer.forked:
-            self.transport.check_alive()
+            if self._hears_of_losses:
+                self.transport.check_alive()
             self.reducer.lockstep.enter_forward()
         if not self._looked_for_optimizers:  # torch's way to have optimizers in backward comes after wrapping
             self._looked_for_optimizers = True

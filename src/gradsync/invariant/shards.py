@@ -58,6 +58,7 @@ class Shards:
         self.step = 0
         """The number of the step under way, or of the next one."""
         self._latest: Callable[[], Generator[Any, None, None] | None] = lambda: None
+        self._begun: int | None = None  # the step that was begun last
 
     @property
     def mine(self) -> range:
@@ -95,6 +96,7 @@ class Shards:
         step, self.step = self.step, self.step + 1
         ended = False
         try:
+            self._begun = step
             for one in self._steps:
                 one.begin(step)
             with normalized_alone(self._by_shard):
@@ -120,6 +122,24 @@ class Shards:
             if not ended:
                 self.step = step
 
+    def take_back(self, step: int) -> None:
+        """As if this step, the one under way or the next one, had not been begun: also if it was computed to its end,
+        as long as no optimizer has used it. Gradients are dropped."""
+        if (latest := self._latest()) is not None:
+            latest.close()
+        if self._begun == step:
+            for one in self._steps:
+                one.take_back()
+        self.step, self._begun = step, None
+
+    def drop_gradients(self) -> None:
+        for one in self._steps:
+            one.drop_gradients()
+
+    def go_to(self, step: int) -> None:
+        """The next step is this one, of a state that was taken over."""
+        self.step, self._begun = step, None
+
     def state_dict(self) -> dict[str, int]:
         """What a checkpoint needs to go on with the same random numbers, on however many ranks."""
         return {"shards": self.shards, "seed": self.seed, "step": self.step}
@@ -131,7 +151,8 @@ class Shards:
                 f"rank {self._rank}: the checkpoint was made with {state.get('shards')} shards, but there are "
                 f"{self.shards} now. The number stays for the whole training: give the same one."
             )
-        self.seed, self.step = int(state["seed"]), int(state["step"])
+        self.seed = int(state["seed"])
+        self.go_to(int(state["step"]))
 
     @property
     def _rank(self) -> int:

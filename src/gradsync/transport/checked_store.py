@@ -21,6 +21,11 @@ class CheckedStore(Store):
     def stop_checking(self) -> None:
         self._check_while_waiting = None
 
+    def stop_if_pointless(self) -> None:
+        """Raises if it has become pointless to wait."""
+        if self._check_while_waiting is not None:
+            self._check_while_waiting()
+
     def set(self, key: str, value: Any) -> None:
         self._store.set(key, bytes(value))  # type: ignore[arg-type]  # it takes bytes too
 

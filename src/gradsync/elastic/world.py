@@ -1,0 +1,49 @@
+"""The process group of an epoch: torch's default one, made anew of those who train together from now on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from gradsync import _torch, groups
+from gradsync._torch import Store
+from gradsync.transport.checked_store import CheckedStore
+
+# torch keeps only the part of a store that is written in C++.
+_stores: list[Store] = []
+
+
+class _EpochStore(CheckedStore):
+    """Ranks look into it again and again while they wait for each other: each look hears of one that is lost."""
+
+    @property
+    def host(self) -> str:
+        return _torch.host_of(self._store)
+
+    def check(self, keys: list[str]) -> bool:
+        self.stop_if_pointless()
+        return super().check(keys)
+
+
+def begin(
+    number: int, rank: int, size: int, store: Store, check: Callable[[], None], device_type: str, limit: timedelta
+) -> dist.ProcessGroup:
+    """`number`: of the epoch. `check`: raises if a rank of it is lost. `limit`: of each collective."""
+    apart = dist.PrefixStore(f"gradsync/epoch/{number}", store)  # type: ignore[attr-defined]
+    end()
+    checked = _EpochStore(apart, limit.total_seconds(), check)
+    _stores.append(checked)
+    backend = groups.backend_for(device_type)
+    dist.init_process_group(backend, store=checked, rank=rank, world_size=size, timeout=limit)
+    groups.end_at_exit()
+    made = dist.group.WORLD
+    assert made is not None
+    return made
+
+
+def end() -> None:
+    """The one before."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
