@@ -45,9 +45,11 @@ def _make_default(device_type: str) -> None:
     world = launchers.describe(os.environ)
     backend = backend_for(device_type)
     if world is not None and world.size == 1:
-        alone = dist.HashStore()  # type: ignore[attr-defined]
+        alone, shows = dist.HashStore(), sys.excepthook  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=alone, rank=0, world_size=1)
-        if not launchers.is_elastic(os.environ):  # which says later with whom
+        if launchers.is_elastic(os.environ):  # it is not known yet with whom, and as which rank
+            vars(sys)["excepthook"] = shows
+        else:
             _log.warning(
                 "no launcher has started this process, or it has started only one: training in a world of one. %s",
                 launchers.how_to_start_more(os.environ),

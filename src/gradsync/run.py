@@ -157,8 +157,8 @@ def _run(options: argparse.Namespace) -> None:
 def _wrong_with_ranks(options: argparse.Namespace) -> str:
     if options.ranks is None:
         return ""
-    least, most = elastic.range_of(options.ranks)
-    if not most:
+    least, _ = elastic.range_of(options.ranks) or (None, None)
+    if least is None:
         return f"--ranks must be a number, or LEAST:MOST with --elastic, but is {options.ranks}"
     if least < 1:
         return f"--ranks must be 1 or more, but is {options.ranks}"

@@ -14,12 +14,13 @@ RESTARTS = 3
 _REFUSED = {"trace": None, "run_path": False}
 
 
-def range_of(text: str) -> tuple[int, int]:
-    """`2:4`, or `4`, which is 4:4. The second is 0 if it is neither."""
-    least, _, most = str(text).partition(":")
-    if not least.lstrip("-").isdigit() or (most and not most.isdigit()) or str(text).endswith(":"):
-        return 0, 0
-    return int(least), int(most or least)
+def range_of(text: str) -> tuple[int, int] | None:
+    """`2:4`, or `4`, which is 4:4. None if it is neither."""
+    least, colon, most = str(text).partition(":")
+    try:
+        return int(least), int(most if colon else least)
+    except ValueError:
+        return None
 
 
 def wrong_with(options: argparse.Namespace) -> str:
@@ -35,9 +36,9 @@ def wrong_with(options: argparse.Namespace) -> str:
         if getattr(options, name) != usual:
             return f"--{name.replace('_', '-')} does not go together with --elastic"
     if options.ranks is not None:
-        least, most = range_of(options.ranks)
+        least, most = range_of(options.ranks) or (1, 1)  # `run.py` has seen to that
         return "" if least <= most else f"--ranks {options.ranks} has more ranks at least than at most"
-    hosts_least, hosts_most = range_of(options.nnodes)
+    hosts_least, hosts_most = range_of(options.nnodes) or (0, 0)
     if not 1 <= hosts_least <= hosts_most:
         return f"--nnodes must be a number of hosts, or LEAST:MOST, but is {options.nnodes}"
     if not str(options.nproc_per_node).isdigit() or int(options.nproc_per_node) < 1:
@@ -54,11 +55,11 @@ def run(options: argparse.Namespace, command: Sequence[str], prog: str) -> int:
     from gradsync.elastic.launcher import Job, launch  # which needs more of torch than `--help` should
 
     if options.ranks is not None or options.nnodes in ("1", "1:1"):
-        least, most = range_of(options.ranks if options.ranks is not None else options.nproc_per_node)
+        least, most = range_of(options.ranks or options.nproc_per_node) or (1, 1)
         ranks_here, meeting = most, None
     else:
         ranks_here = int(options.nproc_per_node)
-        least, most = (ranks_here * hosts for hosts in range_of(options.nnodes))
+        least, most = (ranks_here * hosts for hosts in range_of(options.nnodes) or (1, 1))
         meeting = _meeting(options)
     return launch(
         Job(

@@ -34,6 +34,19 @@ class _Process:
     is_refused: bool = False
     """The others can't train with it."""
 
+    is_killed: bool = False
+    """By us."""
+
+    def kill(self) -> None:
+        """With the workers of its data loader, say."""
+        self.is_killed = True
+        self.sweep()
+
+    def sweep(self) -> None:
+        """Ends what it has started and could not end."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)  # not reaped yet: the number is still its own
+
     def comes(self) -> None:
         self.came = True
 
@@ -96,7 +109,7 @@ class Host:
         if one is None:
             return
         if message["is"] == "kill" or (message["is"] == "give up" and not one.came):
-            self._kill(one)
+            one.kill()
         else:
             if message["is"] == "refused":
                 one.refuse()
@@ -125,12 +138,12 @@ class Host:
                 one.channel.flush()
         if self._kill_at is not None and time.monotonic() > self._kill_at:
             for one in self._here.values():
-                self._kill(one)
+                one.kill()
 
     def close(self) -> None:
         """Ends whoever is still there."""
         for one in list(self._here.values()):
-            self._kill(one)
+            one.kill()
             one.process.wait()
             self._forget(one)
 
@@ -177,13 +190,13 @@ class Host:
 
     def _ended(self, one: _Process) -> None:
         self._listen(one)  # what it said before
-        self._sweep(one)
+        one.sweep()
         code = one.process.wait()
         self._forget(one)
         how = "it has ended" if code == 0 else f"exit code {code}" if code > 0 else f"killed by {_signal(-code)}"
         self.report({"is": "died", "name": one.name, "how": how})
         if self.over:
-            self.failed = self.failed or (code != 0 and self._kill_at is None)
+            self.failed = self.failed or (code != 0 and not one.is_killed)
             return
         restarts = self._starts[one.slot] - 1
         if code > 0 and not self._any_came:
@@ -200,15 +213,6 @@ class Host:
                 f"a rank has died ({how}), and is started again ({restarts + 1} of {self.plan.max_restarts} times)"
             )
             self._to_start.append(one.slot)  # once the others know what has happened
-
-    def _sweep(self, one: _Process) -> None:
-        """Workers of its data loader, say, which it could not end."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(one.process.pid, signal.SIGKILL)  # not reaped yet: the number is still its own
-
-    def _kill(self, one: _Process) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(one.process.pid, signal.SIGKILL)
 
     def _forget(self, one: _Process) -> None:
         del self._here[one.name]

@@ -5,6 +5,7 @@ It goes from memory to memory, as gradients do, in pieces. Behind it all ranks c
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -118,7 +119,7 @@ class State:
                 tensor.copy_(found[name])
         for name, one in self._others.items():
             if name in state["others"]:
-                one.load_state_dict(state["others"][name])
+                _load(one, state["others"][name])
 
     def _digest(self) -> int:
         """Of all tensors, as they lie there."""
@@ -154,13 +155,20 @@ class State:
                         else:
                             group[key] = value
             else:
-                one.load_state_dict(state)
+                _load(one, state)
 
 
 def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers, those too that a checkpoint leaves out."""
     named = (*module.named_parameters(), *module.named_buffers())
     return {name: _torch.local(tensor).detach() for name, tensor in named}
+
+
+def _load(one: Stateful, state: Any) -> None:
+    if isinstance(one, torch.amp.GradScaler) and state:
+        with contextlib.suppress(AssertionError):  # it has scaled nothing yet
+            one.update(float(state["scale"]))  # and forgets which optimizers it has unscaled
+    one.load_state_dict(state)
 
 
 def _copy(value: Any) -> Any:

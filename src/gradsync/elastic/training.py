@@ -46,7 +46,8 @@ class Step:
     def __iter__(self) -> Iterator[Any]:
         """This rank's batches, one for each of its shards."""
         self._training.check_begun(self)
-        return self._training.shards.each(self._batches)
+        yield from self._training.shards.each(self._batches)
+        self._training.has_gradients()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -215,6 +216,10 @@ class Elastic:
                         "in each shard."
                     )
 
+    def has_gradients(self) -> None:
+        """Nothing that follows in this step needs the other ranks: it is finished, even if one of them is lost now."""
+        self._hear_of_losses(False)
+
     def step_ended(self, step: Step) -> None:
         self._current = None
         if self.step != step.number + 1:
@@ -249,7 +254,7 @@ class Elastic:
         self._hear_of_losses(False)
 
     def _hear_of_losses(self, flag: bool) -> None:
-        """Outside of steps a model may be evaluated, and waits for nobody: a loss is heard of in the next one."""
+        """But for the shards of a step nobody is waited for: a loss is heard of in the next one."""
         if self._control is not None:
             for engine in self._engines:
                 engine.hear_of_losses(flag)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -36,11 +38,26 @@ def begin(
     checked = _EpochStore(apart, limit.total_seconds(), check)
     _stores.append(checked)
     backend = groups.backend_for(device_type)
-    dist.init_process_group(backend, store=checked, rank=rank, world_size=size, timeout=limit)
+    with _one_prefix():
+        dist.init_process_group(backend, store=checked, rank=rank, world_size=size, timeout=limit)
     groups.end_at_exit()
     made = dist.group.WORLD
     assert made is not None
     return made
+
+
+@contextlib.contextmanager
+def _one_prefix() -> Iterator[None]:
+    """torch puts the rank before the lines of tracebacks, with each group that it makes: not that of earlier epochs too."""
+    global _shows, _shows_plainly
+    if sys.excepthook is _shows:
+        vars(sys)["excepthook"] = _shows_plainly
+    _shows_plainly = sys.excepthook
+    yield
+    _shows = sys.excepthook
+
+
+_shows = _shows_plainly = sys.excepthook
 
 
 def end() -> None:

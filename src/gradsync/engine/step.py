@@ -107,8 +107,12 @@ class TrainingStep:
         backward_rounds.made(self)
 
     def hear_of_losses(self, flag: bool) -> None:
-        """Whether a forward raises if a rank is lost. A backward does so in any case."""
+        """Whether a forward, and an optimizer's step, raise if a rank is lost. A round does so in any case."""
         self._hears_of_losses = flag
+
+    def check_alive(self) -> None:
+        if self._hears_of_losses:
+            self.transport.check_alive()
 
     # --- a step by shards -----------------------------------------------------------------------------
 
@@ -138,8 +142,7 @@ class TrainingStep:
             self.managed.compute_parameters.begin_forward(recomputed=True)
             return
         if not self.reducer.forked:
-            if self._hears_of_losses:
-                self.transport.check_alive()
+            self.check_alive()
             self.reducer.lockstep.enter_forward()
         if not self._looked_for_optimizers:  # torch's way to have optimizers in backward comes after wrapping
             self._looked_for_optimizers = True

@@ -83,6 +83,9 @@ class Watched(Protocol):
     def optimizer_stepped(self, began_at: float) -> None:
         """On its parameters, since then."""
 
+    def check_alive(self) -> None:
+        """Raises if a rank is lost, unless that is not to be heard of now."""
+
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Raises if such an optimizer must not step its parameters."""
 
@@ -211,7 +214,7 @@ def _look(optimizer: Optimizer) -> None:
         if engine is None or engine.reducer.size == 1:
             continue
         reducer: Rounds = engine.reducer
-        engine.transport.check_alive()
+        engine.check_alive()
         engine.check_optimizer(optimizer)
         reducer.undo_divisions()
         if reducer.seems_dirty and (lost := reducer.name_lost(one.indices)):
