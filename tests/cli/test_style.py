@@ -144,9 +144,14 @@ def test_help_is_plain_and_has_examples_that_are_accepted(row: Row, capsys: pyte
 
 
 @each
-@pytest.mark.parametrize("how", ["value", "option"])
+@pytest.mark.parametrize("how", ["value", "option", "no value"])
 def test_bad_input_is_one_line_and_exit_code_2(row: Row, how: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words, said = (shlex.split(row.bad), row.complaint) if how == "value" else (["--nonsense", "x"], "--nonsense")
+    option = row.bad.split()[0]
+    words, said = {
+        "value": (shlex.split(row.bad), row.complaint),
+        "option": (["--nonsense", "x"], "--nonsense"),
+        "no value": ([option], option),
+    }[how]
     code, out, err = called(row, *words, capsys=capsys)
     assert (code, out) == (2, "")
     (line,) = err.splitlines()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import os
 import re
 import signal
@@ -13,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +28,7 @@ from gradsync.watch import node
 from tests.ranks.memory import be_on_host, transport_of
 from tests.ranks.small import backward, build, make
 from tests.support.outcome import Outcome
-from tests.support.patience import crowding
+from tests.support.patience import crowding, wait_until
 from tests.support.ranks import Ranks
 
 TRANSPORTS = pytest.mark.parametrize("transport", ["process_group", "shared_memory", "hierarchical"])
@@ -221,6 +223,87 @@ def test_one_that_is_waited_for(ranks: Ranks, transport: str, world: int, fault:
         assert f"The time limit of the process group is {seconds:g} s" in told
         explanations.add(re.sub(r"^rank \d: (?=rank \d has waited)", "", told.partition("(Round ")[0]))
     assert len(explanations) == 1, explanations
+
+
+class Dawdles(torch.nn.Linear):
+    """Takes long at one place of a step: until somebody has asked about it."""
+
+    place = ""
+    asked: Callable[[], bool]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.at("forward")
+        return super().forward(Dawdler.apply(x, self))
+
+    def at(self, place: str) -> None:
+        if self.place == place:
+            assert wait_until(self.asked, 30)
+
+
+class Dawdler(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, module: Dawdles) -> torch.Tensor:
+        ctx.module = module
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        ctx.module.at("backward")
+        return gradients[0], None
+
+
+class DawdlingSGD(torch.optim.SGD):
+    module: Dawdles
+
+    def step(self, closure: Any = None) -> Any:
+        self.module.at("step")
+        return super().step(closure)
+
+
+PLACES = {  # where rank 1 takes long, in rounds 1, 2, 3, ...: what the other one says
+    "data": "past the end of round 0 of Sequential",
+    "forward": "in forward of round 2 of Sequential",
+    "loss": "past the forward of round 3 of Sequential",
+    "backward": "in backward of round 4 of Sequential",
+    "accumulation": "past a backward without synchronization of round 5 of Sequential",
+    "step": "in the optimizer's step of round 6 of Sequential",
+}
+
+
+def dawdle(transport: str, told: Path) -> None:
+    os.environ["GRADSYNC_EXPLAIN_AFTER"] = "0.3"
+    torch.manual_seed(0)
+    last, rank = Dawdles(4, 4), dist.get_rank()
+    module: Any = make("replicate", torch.nn.Sequential(torch.nn.Linear(4, 4), last), transport=transport)
+    optimizer = DawdlingSGD(module.parameters(), lr=0.1)
+    optimizer.module = last
+    handler = logging.FileHandler(told)
+    logging.getLogger("gradsync").addHandler(handler)
+
+    def loss_of(x: torch.Tensor) -> torch.Tensor:
+        last.at("data")
+        output = module(x)
+        last.at("loss")
+        return output.square().mean()
+
+    for number, place in enumerate(("", *PLACES, "")):
+        last.place = place if rank == 1 else ""
+        last.asked = lambda number=number: told.read_text().count("rank 0 has waited") == number  # type: ignore[misc]
+        if place == "accumulation":
+            with module.no_sync():
+                loss_of(torch.ones(2, 4)).backward()
+            last.at(place)
+        loss_of(torch.ones(2, 4)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@TRANSPORTS
+def test_each_phase_is_told(ranks: Ranks, transport: str, tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    ranks(dawdle, 2, transport, told, limit=60.0)
+    found = re.findall(r"^rank 1 has been (.*) for \d+ s \(", told.read_text(), re.M)
+    assert found == list(PLACES.values()), told.read_text()
 
 
 def different_modules(transport: str, limit: float) -> None:

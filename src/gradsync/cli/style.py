@@ -70,7 +70,12 @@ class Command(TyperCommand):
             formatter.write(f"\nExamples:\n{lines}")
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, spell_out_json(args))
+        try:
+            return super().parse_args(ctx, spell_out_json(args))
+        except _Refused as error:
+            if getattr(error, "ctx", None) is None:  # of an option without its value, nobody says whose it is
+                error.ctx = ctx  # type: ignore[attr-defined]
+            raise
 
 
 def spell_out_json(words: Sequence[str]) -> list[str]:

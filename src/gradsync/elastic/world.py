@@ -48,7 +48,7 @@ def begin(
 
 @contextlib.contextmanager
 def _one_prefix() -> Iterator[None]:
-    """torch puts the rank before the lines of tracebacks, with each group that it makes: not that of earlier epochs too."""
+    """torch puts the rank before lines of tracebacks, with each group that it makes: that of this epoch only."""
     global _shows, _shows_plainly
     if sys.excepthook is _shows:
         vars(sys)["excepthook"] = _shows_plainly

@@ -205,11 +205,21 @@ class Lockstep:
         here.forward_begins()
         self.enter("in forward")
 
+    def leave_forward(self) -> None:
+        self.enter("past the forward")
+
     def count_launch(self) -> None:
         self.launches += 1
 
+    def enter_step(self) -> None:
+        """An optimizer's, which belongs to the latest round."""
+        if self._number:
+            here.enter("in the optimizer's step", self.name, self.serial, self._number - 1)
+
     def optimizer_stepped(self) -> None:
         self._stepped = True
+        if here.now.phase == "in the optimizer's step":
+            here.enter("past the end", self.name, self.serial, self._number - 1)
 
     def forget_steps(self) -> None:
         """From now on ranks may have stepped differently, as in a `Join` context."""

@@ -192,6 +192,8 @@ class TrainingStep:
         """The same for a forward that has raised."""
         self.stopwatch.forward_ended()
         inside_backward = _torch.current_graph_task() != _torch.NO_GRAPH_TASK
+        if not inside_backward:
+            self.reducer.lockstep.leave_forward()
         self.managed.compute_parameters.end_forward(backward_follows or inside_backward)
 
     def _hook_outputs(self, output: object) -> bool:
@@ -238,7 +240,12 @@ class TrainingStep:
             self._timed = backward
             self.backwards += 1
             self.stopwatch.backward_begins()
-            _torch.at_end_of_backward(self.stopwatch.backward_ended)
+            self.reducer.lockstep.enter("in a backward without synchronization")
+            _torch.at_end_of_backward(self._timed_backward_ended)
+
+    def _timed_backward_ended(self) -> None:
+        self.stopwatch.backward_ended()
+        self.reducer.lockstep.enter("past a backward without synchronization")
 
     def gradient_arrived(self, leaf: Tensor) -> None:
         """Autograd has accumulated into a parameter's `.grad`."""
@@ -529,6 +536,10 @@ class TrainingStep:
             "(share_parameters=True): each rank's step would count. Nothing was changed. Call "
             "`optimizer = gradsync.share_optimizer(optimizer)` once, on all ranks."
         )
+
+    def optimizer_begins(self) -> None:
+        """To step parameters of ours."""
+        self.reducer.lockstep.enter_step()
 
     def optimizer_stepped(self, began_at: float) -> None:
         """On parameters of ours."""

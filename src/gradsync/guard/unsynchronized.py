@@ -80,6 +80,9 @@ class Watched(Protocol):
     def trained_alone(self) -> None:
         """An optimizer has stepped on local gradients, on purpose."""
 
+    def optimizer_begins(self) -> None:
+        """To step its parameters; it may still be found that it must not."""
+
     def optimizer_stepped(self, began_at: float) -> None:
         """On its parameters, since then."""
 
@@ -215,6 +218,7 @@ def _look(optimizer: Optimizer) -> None:
             continue
         reducer: Rounds = engine.reducer
         engine.check_alive()
+        engine.optimizer_begins()
         engine.check_optimizer(optimizer)
         reducer.undo_divisions()
         if reducer.seems_dirty and (lost := reducer.name_lost(one.indices)):

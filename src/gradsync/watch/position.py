@@ -10,11 +10,11 @@ import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
-_LINES, _WIDTH = 12, 250  # of a stack, or of a traceback
+STACK_LINES, _TRACEBACK_LINES, _WIDTH = 8, 12, 250
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _OURS = __file__.rsplit("/", 2)[0]
 
@@ -106,17 +106,30 @@ here = Here()
 def stack() -> list[str]:
     """What the training thread does now, the last calls."""
     frame = sys._current_frames().get(here.thread or 0)
-    return _lines(reversed(list(traceback.walk_stack(frame)))) if frame is not None else []
+    return _lines([*traceback.walk_stack(frame)][::-1], STACK_LINES) if frame is not None else []
 
 
 def lines_of(error: BaseException) -> list[str]:
-    return _lines(traceback.walk_tb(error.__traceback__))
+    return _lines([*traceback.walk_tb(error.__traceback__)], _TRACEBACK_LINES)
 
 
-def _lines(frames: Iterable[tuple[FrameType, int]]) -> list[str]:
-    """Without the source itself, for which files would have to be read."""
-    found = [f"{frame.f_code.co_filename}:{line} in {frame.f_code.co_name}" for frame, line in frames]
-    return [line[-_WIDTH:] for line in found[-_LINES:]]
+def _lines(frames: Sequence[tuple[FrameType, int]], most: int) -> list[str]:
+    """The last calls, without the source itself, for which files would have to be read.
+
+    Of more than `most` those inside libraries go first, from the outermost one on; `...` is in their place.
+    """
+    inside = [not _is_users(frame.f_code.co_filename) for frame, _ in frames[:-1]] + [False]
+    found: list[str] = []
+    size, gap = len(frames), False
+    for at, (frame, line) in enumerate(frames):
+        gap = size > most and inside[at] and (gap or not found or inside[at + 1])
+        if not gap:
+            found.append(f"{frame.f_code.co_filename}:{line} in {frame.f_code.co_name}"[-_WIDTH:])
+        elif found and found[-1] != "...":
+            found.append("...")  # takes as much room as what it stands for
+        else:
+            size -= 1
+    return found[-most:]
 
 
 def user_line() -> str:
@@ -133,7 +146,10 @@ def user_line_of(error: BaseException) -> str:
 def _innermost(frames: Iterable[tuple[FrameType, int]]) -> str:
     """Of calls, the latest first: that of the user's own code."""
     for frame, line in frames:
-        file = frame.f_code.co_filename
-        if not file.startswith((*_LIBRARIES, _OURS, "<")):
+        if _is_users(file := frame.f_code.co_filename):
             return f"{file.rsplit('/', 1)[-1]}:{line} in {frame.f_code.co_name}"
     return ""
+
+
+def _is_users(file: str) -> bool:
+    return not file.startswith((*_LIBRARIES, _OURS, "<"))

@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from gradsync.watch.position import Position
+from gradsync.watch.position import STACK_LINES, Position
 from gradsync.watch.wire import Message
 
 # How long ranks have to say where they are, before those that did not are taken for stopped.
 ANSWER_SECONDS = 2.0
-_MOST_ROWS, _MOST_LINES = 16, 8  # of a report, and of each stack in it
+_MOST_ROWS = 16
 
 
 class Row(NamedTuple):
@@ -59,7 +59,7 @@ def rows_in(message: Message) -> tuple[Row, ...]:
 
 def _pack_row(row: Row) -> list[Any]:
     at = None if row.at is None else row.at.pack()
-    return [row.rank, at, row.line, [*row.stack[-_MOST_LINES:]]]
+    return [row.rank, at, row.line, [*row.stack[-STACK_LINES:]]]
 
 
 def _unpack_row(packed: Any) -> Row:
