@@ -286,7 +286,7 @@ class Coordinator:
         elif self.ranks[name].joined:
             self._tell(name, {"is": "over"})
         else:
-            self._tell(name, {"is": "kill"})  # it came too late, and would go on as if it had trained
+            self._tell(name, {"is": "kill", "finished": True})  # it came too late, and would go on as if it had trained
 
     def _tell(self, name: str, message: Message) -> None:
         self._orders.append(Order(name, message))

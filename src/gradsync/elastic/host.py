@@ -31,8 +31,14 @@ class _Process:
     came: bool = False
     """It has come to where ranks meet."""
 
+    ended_here: bool = False
+    """It was killed by this launcher, and has not failed."""
+
     def comes(self) -> None:
         self.came = True
+
+    def is_ended_here(self) -> None:
+        self.ended_here = True
 
 
 @dataclass(frozen=True)
@@ -83,8 +89,8 @@ class Host:
 
     def tell(self, name: str, message: Message) -> None:
         """What the lead has for a rank."""
-        if message["is"] in ("over", "give up", "kill") and not self.over and message["is"] != "kill":
-            self.over = "finished" if message["is"] == "over" else str(message["why"])
+        if not self.over and (message["is"] in ("over", "give up") or message.get("finished")):
+            self.over = str(message["why"]) if message["is"] == "give up" else "finished"
         one = self._here.get(name)
         if one is None:
             return
@@ -104,6 +110,7 @@ class Host:
         self.over = self.over or f"stopped by {signal.Signals(signum).name}"
         self._kill_at = self._kill_at or time.monotonic() + _GRACE_SECONDS
         for one in self._here.values():
+            one.is_ended_here()
             one.process.send_signal(signum)
 
     def tick(self) -> None:
@@ -171,7 +178,7 @@ class Host:
         how = "it has ended" if code == 0 else f"exit code {code}" if code > 0 else f"killed by {_signal(-code)}"
         self.report({"is": "died", "name": one.name, "how": how})
         if self.over:
-            self.failed = self.failed or (code != 0 and self._kill_at is None)
+            self.failed = self.failed or (code != 0 and not one.ended_here)
             return
         restarts = self._starts[one.slot] - 1
         if code > 0 and not self._any_came:
@@ -193,6 +200,7 @@ class Host:
             os.killpg(one.process.pid, signal.SIGKILL)  # not reaped yet: the number is still its own
 
     def _kill(self, one: _Process) -> None:
+        one.is_ended_here()
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(one.process.pid, signal.SIGKILL)
 
