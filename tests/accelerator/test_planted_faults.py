@@ -164,7 +164,6 @@ EXEMPT = {
         "fold_in",
     ): "behind show_registered at the end of a backward, else behind _send",
     ("transport/waiting.py", "_finished_in_slice"): "on the CPU",
-    ("transport/dedicated_group.py", "get"): "of a store",
     ("engine/sharded_step.py", "end_shard"): "what it adds up is taken on the stream that backward ended on",
     ("replicate_setters.py", "unshard"): "a handle of ours, which has nothing to wait for",
     ("_torch.py", "keep_for"): "taken out in ArrivalStreams.join",

@@ -96,7 +96,7 @@ TABLE = [
     benchmark("engine", "--parameters 15", "multiples of 10", f"--rounds 100000 --parameters 20 {PICTURE}"),
     benchmark("watch", "--ranks 1", "'--ranks'", "--repetitions 100000"),
     benchmark("records", "--ranks 1", "'--ranks'", "--repetitions 100000"),
-    benchmark("shards", "--ranks 1", "'--ranks'", "--repetitions 100000"),
+    benchmark("shards", "--ranks 0", "'--ranks'", "--repetitions 100000"),
 ]
 WAIT = """\
 import os, time

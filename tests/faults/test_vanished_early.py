@@ -14,7 +14,7 @@ import torch.distributed as dist
 from gradsync._torch import TCPStore
 from gradsync.engine import engine
 from gradsync.errors import ReplicaLostError
-from gradsync.transport import dedicated_group
+from gradsync.transport import checked_store
 from gradsync.watch import watch
 from tests.ranks.small import build, make
 from tests.support.hosts import Host, hosts_or_skip
@@ -53,7 +53,7 @@ def before_the_watch(cut: Cut) -> None:
 
 def while_gloo_connects(cut: Cut) -> None:
     """The others have this rank's address already, and gloo waits for it to connect, which nothing interrupts."""
-    look = getattr(dedicated_group, "await_keys")  # noqa: B009
+    look = getattr(checked_store, "await_keys")  # noqa: B009
 
     def look_and_cut(store: Any, keys: Any, *args: Any) -> Any:
         found = look(store, keys, *args)
@@ -62,7 +62,7 @@ def while_gloo_connects(cut: Cut) -> None:
             cut()
         return found
 
-    setattr(dedicated_group, "await_keys", look_and_cut)  # noqa: B010
+    setattr(checked_store, "await_keys", look_and_cut)  # noqa: B010
 
 
 def before_models_are_compared(cut: Cut) -> None:

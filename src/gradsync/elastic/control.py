@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from gradsync import launchers
+from gradsync import launchers, log
 from gradsync._torch import Store
-from gradsync.errors import ElasticError, ReplicaLostError
+from gradsync.errors import ElasticError, InvalidOptionError, ReplicaLostError
 from gradsync.watch.wire import Channel, Message
 
 LINE, STORE, MOST = launchers.ELASTIC, "GRADSYNC_ELASTIC_STORE", "GRADSYNC_ELASTIC_MOST"
@@ -69,16 +69,20 @@ class Control:
     @classmethod
     def from_environment(cls) -> Control:
         """Of the launcher that has started this process; once in it."""
-        global _control
-        if _control is None:
-            line = socket.socket(fileno=int(os.environ[LINE]))
-            line.set_inheritable(False)
-            host, _, port = os.environ[STORE].rpartition(":")
-            store = dist.TCPStore(  # type: ignore[attr-defined]
-                host, int(port), is_master=False, timeout=timedelta(seconds=_STORE_SECONDS), wait_for_workers=False
+        global _is_taken
+        if _is_taken:
+            raise InvalidOptionError(
+                f"rank {log.rank()}: there is another gradsync.Elastic in this script. One training goes on when ranks "
+                "die; give it all modules and optimizers that are trained together."
             )
-            _control = cls(line, store)
-        return _control
+        line = socket.socket(fileno=int(os.environ[LINE]))
+        line.set_inheritable(False)
+        host, _, port = os.environ[STORE].rpartition(":")
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            host, int(port), is_master=False, timeout=timedelta(seconds=_STORE_SECONDS), wait_for_workers=False
+        )
+        _is_taken = True
+        return cls(line, store)
 
     # --- for the training thread -------------------------------------------------------------------------
 
@@ -169,4 +173,4 @@ class Control:
             self._news.notify_all()
 
 
-_control: Control | None = None
+_is_taken = False

@@ -104,7 +104,7 @@ class Coordinator:
             return
         if rank.joined and name in self.members and not (rank.finished and how == "it has ended"):
             self._words.append(f"rank {self.members.index(name)} is lost in epoch {self.epoch}: {how}")
-        if name in self.members and rank.phase is Phase.TRAINING:
+        if name in self.members and rank.joined:  # also one that waits already: others may need what it has sent
             self._broken.append(name)
             for other in self._training():
                 self._tell(other, {"is": "lost", "epoch": self.epoch, "rank": self.members.index(name), "how": how})
@@ -156,6 +156,10 @@ class Coordinator:
         """Whether ranks may come that were not born yet."""
         self._others_may_come = flag
 
+    def stop(self) -> None:
+        """The user wants it: what happens to ranks from here on is no loss."""
+        self.over = self.over or "stopped"
+
     def decide(self, now: float) -> None:
         """Also to be called now and then, as time passes."""
         if self.over:
@@ -165,6 +169,8 @@ class Coordinator:
             self._short_since = None
             if any(name in self.members and not self.ranks[name].finished for name in ready) or self._broken:
                 self._await_leavers(now)
+            elif self._asking:
+                self._agree()
             elif any(name not in self.members for name in ready):
                 self._let_join(ready, now)
             return
@@ -188,8 +194,6 @@ class Coordinator:
                 self.ranks[name].blame(0)
 
     def _let_join(self, ready: list[str], now: float) -> None:
-        if self._ends_before is not None:
-            return
         joiners = [name for name in ready if name not in self.members]
         for name in self._strangers(joiners):
             joiners.remove(name)
@@ -197,15 +201,17 @@ class Coordinator:
         coming = any(one.phase is Phase.STARTING for one in self.ranks.values())
         if not joiners or (coming and now - first < GATHER_SECONDS):
             return
-        training = self._training()
-        if not self._asking:
-            self._asking = True
-            for name in training:
-                self._tell(name, {"is": "hold", "epoch": self.epoch})
-        steps = [self.ranks[name].ask for name in training]
-        if all(step is not None for step in steps):
+        self._asking = True
+        for name in self._training():
+            self._tell(name, {"is": "hold", "epoch": self.epoch})
+
+    def _agree(self) -> None:
+        """When all have said in which step they are: before which one they break. Also if who wanted to join has died
+        since: they wait for the answer."""
+        steps = [self.ranks[name].ask for name in self._training()]
+        if self._ends_before is None and all(step is not None for step in steps):
             self._ends_before = max(step for step in steps if step is not None) + 2
-            for name in training:
+            for name in self._training():
                 self._tell(name, {"is": "break", "epoch": self.epoch, "before": self._ends_before})
 
     def _strangers(self, joiners: list[str]) -> list[str]:

@@ -33,12 +33,17 @@ class _Process:
 
     ended_here: bool = False
     """It was killed by this launcher, and has not failed."""
+    is_refused: bool = False
+    """The others can't train with it."""
 
     def comes(self) -> None:
         self.came = True
 
     def is_ended_here(self) -> None:
         self.ended_here = True
+
+    def refuse(self) -> None:
+        self.is_refused = True
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,7 @@ class Host:
     _starts: dict[int, int] = field(default_factory=dict)
     _any_came: bool = False
     _kill_at: float | None = None
+    _to_start: list[int] = field(default_factory=list)  # slots
 
     def start(self) -> None:
         for slot in range(self.plan.slots):
@@ -80,7 +86,7 @@ class Host:
 
     @property
     def living(self) -> int:
-        return len(self._here)
+        return len(self._here) + len(self._to_start)
 
     @property
     def ever_came(self) -> bool:
@@ -97,6 +103,8 @@ class Host:
         if message["is"] == "kill" or (message["is"] == "give up" and not one.came):
             self._kill(one)
         else:
+            if message["is"] == "refused":
+                one.refuse()
             one.channel.send(message)
 
     def give_up(self, why: str) -> None:
@@ -115,6 +123,9 @@ class Host:
 
     def tick(self) -> None:
         """Now and then."""
+        starts, self._to_start = self._to_start, []
+        for slot in starts if not self.over else ():
+            self._start(slot)
         for one in self._here.values():
             if one.channel.has_more_to_send:
                 one.channel.flush()
@@ -183,6 +194,8 @@ class Host:
         restarts = self._starts[one.slot] - 1
         if code > 0 and not self._any_came:
             self.say(f"a rank has failed before it could train ({how}), and is not started again")
+        elif one.is_refused:
+            self.say(f"a rank that was refused has ended ({how}), and is not started again")
         elif code == 0:
             self.say("a rank has ended, though training is not finished")
         elif restarts >= self.plan.max_restarts:
@@ -192,7 +205,7 @@ class Host:
             self.say(
                 f"a rank has died ({how}), and is started again ({restarts + 1} of {self.plan.max_restarts} times)"
             )
-            self._start(one.slot)
+            self._to_start.append(one.slot)  # once the others know what has happened
 
     def _sweep(self, one: _Process) -> None:
         """Workers of its data loader, say, which it could not end."""

@@ -65,6 +65,8 @@ def launch(job: Job) -> int:
             code = _loop(host, side, selector, heard)
         finally:
             host.close()
+        if code:
+            say(f"stopped by {signal.Signals(code - 128).name}; all ranks have ended")
         return code or _verdict(host, say)
 
 
@@ -74,6 +76,7 @@ def _loop(host: Host, side: _Leading | _Following, selector: selectors.BaseSelec
     while host.living or side.is_needed:
         if heard and not stopped:
             stopped = heard[0]
+            side.stop()
             host.stop(stopped)
         side.tick()
         host.tick()
@@ -118,6 +121,9 @@ class _Leading:
     def tick(self) -> None:
         self._lead.tick()
 
+    def stop(self) -> None:
+        self._lead.stop()
+
     @property
     def is_needed(self) -> bool:
         """By ranks of other hosts."""
@@ -146,6 +152,9 @@ class _Following:
 
     def tick(self) -> None:
         self._channel.flush()
+
+    def stop(self) -> None:
+        """The lead hears of each rank that has ended."""
 
     @property
     def is_needed(self) -> bool:

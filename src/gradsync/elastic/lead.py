@@ -46,6 +46,10 @@ class Lead:
     def has_others(self) -> bool:
         return bool(self._hosts)
 
+    def stop(self) -> None:
+        """By a signal."""
+        self.coordinator.stop()
+
     # --- what happens ------------------------------------------------------------------------------------
 
     def hear(self, message: Message) -> None:

@@ -45,6 +45,7 @@ class Step:
 
     def __iter__(self) -> Iterator[Any]:
         """This rank's batches, one for each of its shards."""
+        self._training.check_begun(self)
         return self._training.shards.each(self._batches)
 
     def __exit__(
@@ -164,10 +165,7 @@ class Elastic:
                 step = Step(self, self.step, course.epoch(self.step), course.batches(self.step))
                 yield step
                 if not step.is_over:
-                    raise InvalidOptionError(
-                        f"rank {self.rank}: step {step.number} was not made as a block: write `with step:` around what "
-                        "belongs to it, so that it can be taken back when a rank is lost."
-                    )
+                    self.check_begun(step)
             ended = True
         finally:
             if not ended and self._control is not None:  # left by break, or by an exception
@@ -200,6 +198,22 @@ class Elastic:
         self._small = self._state.small()
         self._hear_of_losses(True)
         self._current = step
+
+    def check_begun(self, step: Step) -> None:
+        """Before its first shard."""
+        if self._current is not step:
+            raise InvalidOptionError(
+                f"rank {self.rank}: step {step.number} was not begun as a block: write `with step:` around what "
+                "belongs to it, so that it can be taken back when a rank is lost."
+            )
+        for module in self._modules:
+            for name, one in module.named_parameters():
+                if one.grad is not None and bool(one.grad.any()):
+                    raise InvalidOptionError(
+                        f"rank {self.rank}: '{name}' has a gradient of an earlier step, which a rank that comes later "
+                        "does not have. Call optimizer.zero_grad() in each step; to accumulate, run several backwards "
+                        "in each shard."
+                    )
 
     def step_ended(self, step: Step) -> None:
         self._current = None
