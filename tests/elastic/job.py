@@ -189,7 +189,9 @@ class _Job:
         if plan.hosts:
             prefix = ["ip", "netns", "exec", plan.hosts[host].namespace]
             where = f"{plan.hosts[0].address}:{_PORT}"
-            meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", where, "--rdzv-id", "proof"]
+            # A host of our own has the machine's name, by which torch looks for the one with the endpoint.
+            configuration = f"is_host={int(host == 0)}"
+            meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", where, "--rdzv-conf", configuration]
             ranks = ["--nnodes", f"1:{len(plan.hosts)}", "--nproc-per-node", str(plan.slots), *meeting]
         command = [*prefix, sys.executable, "-m", "gradsync.cli", "run", "--elastic", *ranks]
         command += ["--max-restarts", str(plan.max_restarts), *(["--wait", str(plan.wait)] if plan.wait else [])]
