@@ -158,10 +158,10 @@ def make_engine(
     return engine
 
 
-def move_engine(engine: Engine, group: dist.ProcessGroup) -> None:
-    """Goes on over another group, of which this rank is a member."""
+def move_engine(engine: Engine, group: dist.ProcessGroup, must: bool = True) -> None:
+    """Goes on over another group, of which this rank is a member. `must`: by the transport that was asked for."""
     engine.options.check_ranks(group.size())
-    transport = choose(group, engine.options.transport, engine.reducer.parameters)
+    transport = choose(group, engine.options.transport, engine.reducer.parameters, must=must)
     with transport.starting():
         engine.change_group(group, transport)
 

@@ -115,6 +115,8 @@ class Coordinator:
         rank = self.ranks.get(name)
         if rank is None:
             return
+        if rank.phase is Phase.TRAINING and not said["finished"] and self._ends_before != int(said["step"]):
+            self._leaves(name)
         rank.left(said, now)
         for number in said.get("blamed", ()):
             if name in self.members and 0 <= int(number) < len(self.members):
@@ -124,6 +126,13 @@ class Coordinator:
         if self.over:
             self._dismiss(name)
         self.decide(now)
+
+    def _leaves(self, name: str) -> None:
+        """Before it was agreed: others may wait for it where they see nothing of that."""
+        how = {"rank": self.members.index(name), "how": "it has left, as it takes another one for lost"}
+        for other in self._training():
+            if other != name:
+                self._tell(other, {"is": "lost", "epoch": self.epoch, **how})
 
     def at(self, name: str, step: int, now: float) -> None:
         """An answer to "hold": it is in this step, and begins at most the next one before it is told."""
@@ -292,7 +301,7 @@ class Coordinator:
         elif self.ranks[name].joined:
             self._tell(name, {"is": "over"})
         else:
-            self._tell(name, {"is": "kill"})  # it came too late, and would go on as if it had trained
+            self._tell(name, {"is": "kill", "finished": True})  # it came too late, and would go on as if it had trained
 
     def _tell(self, name: str, message: Message) -> None:
         self._orders.append(Order(name, message))

@@ -34,13 +34,18 @@ class _Process:
     is_refused: bool = False
     """The others can't train with it."""
 
-    is_killed: bool = False
-    """By us."""
+    is_ended_here: bool = False
+    """By this launcher: it has not failed."""
 
     def kill(self) -> None:
         """With the workers of its data loader, say."""
-        self.is_killed = True
+        self.is_ended_here = True
         self.sweep()
+
+    def stop(self, signum: int) -> None:
+        """Asks it to end."""
+        self.is_ended_here = True
+        self.process.send_signal(signum)
 
     def sweep(self) -> None:
         """Ends what it has started and could not end."""
@@ -103,8 +108,8 @@ class Host:
 
     def tell(self, name: str, message: Message) -> None:
         """What the lead has for a rank."""
-        if message["is"] in ("over", "give up", "kill") and not self.over and message["is"] != "kill":
-            self.over = "finished" if message["is"] == "over" else str(message["why"])
+        if not self.over and (message["is"] in ("over", "give up") or message.get("finished")):
+            self.over = str(message["why"]) if message["is"] == "give up" else "finished"
         one = self._here.get(name)
         if one is None:
             return
@@ -126,7 +131,7 @@ class Host:
         self.over = self.over or f"stopped by {signal.Signals(signum).name}"
         self._kill_at = self._kill_at or time.monotonic() + _GRACE_SECONDS
         for one in self._here.values():
-            one.process.send_signal(signum)
+            one.stop(signum)
 
     def tick(self) -> None:
         """Now and then."""
@@ -196,7 +201,7 @@ class Host:
         how = "it has ended" if code == 0 else f"exit code {code}" if code > 0 else f"killed by {_signal(-code)}"
         self.report({"is": "died", "name": one.name, "how": how})
         if self.over:
-            self.failed = self.failed or (code != 0 and not one.is_killed)
+            self.failed = self.failed or (code != 0 and not one.is_ended_here)
             return
         restarts = self._starts[one.slot] - 1
         if code > 0 and not self._any_came:

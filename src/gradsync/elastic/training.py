@@ -308,7 +308,7 @@ class Elastic:
         device = next((one.device.type for one in self._modules[0].parameters()), "cpu")
         group = world.begin(told.number, told.rank, told.size, control.store, check, device, self._limit)
         for engine in self._engines:
-            move_engine(engine, group)
+            move_engine(engine, group, must=False)  # those who are left may be one on each host
         if told.behind:
             self._take_over(told)
         self.shards.go_to(told.step)

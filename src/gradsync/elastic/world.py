@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from gradsync import _torch, groups
 from gradsync._torch import Store
+from gradsync.transport import shared_watch
 from gradsync.transport.checked_store import CheckedStore
 
 # torch keeps only the part of a store that is written in C++.
@@ -35,6 +36,7 @@ def begin(
     """`number`: of the epoch. `check`: raises if a rank of it is lost. `limit`: of each collective."""
     apart = dist.PrefixStore(f"gradsync/epoch/{number}", store)  # type: ignore[attr-defined]
     end()
+    shared_watch.forget()
     checked = _EpochStore(apart, limit.total_seconds(), check)
     _stores.append(checked)
     backend = groups.backend_for(device_type)

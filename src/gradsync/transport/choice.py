@@ -38,12 +38,13 @@ def choose(
     may_communicate: bool = True,
     init_sync: str = "",
     alone: bool = False,
+    must: bool = True,
 ) -> Transport:
     """A transport for `group` and such tensors. All ranks call this together, and all get the same kind.
 
     `dedicated`: with connections of its own, see `dedicated_group.py`. `may_communicate`: whether ranks may do so now;
     if not, "auto" is the process group. `init_sync`: the option, which must be the same on all ranks. `alone`: the
-    other ranks may not call this at all.
+    other ranks may not call this at all. `must`: raise if these ranks can't have what was asked for.
     """
     tensors = list(tensors)
     devices.check_current(group, tensors)
@@ -77,7 +78,7 @@ def choose(
         on_cpu=not elsewhere,
         devices=devices.describe(tensors),
     ) as come:
-        return _choose_together(member, come, requested, dedicated)
+        return _choose_together(member, come, requested, dedicated, must)
 
 
 _said: set[str] = set()
@@ -94,7 +95,7 @@ def _say_unwatched(member: Membership, why: str) -> None:
         )
 
 
-def _choose_together(member: Membership, come: Rendezvous, requested: str, dedicated: bool) -> Transport:
+def _choose_together(member: Membership, come: Rendezvous, requested: str, dedicated: bool, must: bool) -> Transport:
     """By what all ranks know of each other, so that all choose the same."""
     check_same_init_sync(member.rank, [one.init_sync for one in come.announcements])
     everyone = come.announcements
@@ -112,9 +113,10 @@ def _choose_together(member: Membership, come: Rendezvous, requested: str, dedic
         if memory is not None:
             return _over_memory(member, come, memory, requested, dedicated)
         is_surprising = True
-    if requested not in ("auto", "process_group"):
+    is_refused = requested not in ("auto", "process_group")
+    if is_refused and must:
         raise SharedMemoryError(f"rank {member.rank}: transport={requested!r} can't be had: {reason}.")
-    if member.rank == 0 and requested == "auto" and is_surprising:
+    if member.rank == 0 and (is_refused or (requested == "auto" and is_surprising)):
         _log.warning("buckets travel through the process group, not through shared memory: %s", reason)
     return _over_group(member, come, dedicated, reason)
 

@@ -45,6 +45,11 @@ def over_same_ranks(member: Membership) -> list[Watch]:
     return [one for name, one in _watches.items() if name.startswith(key) and one.rank == member.rank]
 
 
+def forget() -> None:
+    """Ranks are other processes from now on: what a watch knows of rank 2 is of another one."""
+    _watches.clear()
+
+
 def join(
     member: Membership,
     store: Store,
