@@ -47,8 +47,9 @@ class ReplicateModule(Setters, JoinableReplica, Replica, contract.ComposableModu
         """Whoever makes another one of this class, as slicing a container does, gets a plain one."""
         return contract.original_class(cls)(*args, **kwargs)
 
+    @_torch.frame_outside_of_graphs
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return _surrounded(self._engine, super().__call__, args, kwargs)
+        return _surrounded(self._engine, self, super().__call__, args, kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         self._engine.managed.compute_parameters.to_registered()
@@ -249,17 +250,18 @@ def register_forward_method(module: nn.Module, name: str) -> None:
 
     @functools.wraps(method)
     def surrounded(self: ReplicateModule, *args: Any, **kwargs: Any) -> Any:
-        return _surrounded(self._engine, functools.partial(method, self), args, kwargs)
+        return _surrounded(self._engine, self, functools.partial(method, self), args, kwargs)
 
     setattr(type(module), name, surrounded)
 
 
-def _surrounded(engine: Engine, forward: Method, args: Any, kwargs: Any) -> Any:
+@_torch.frame_outside_of_graphs
+def _surrounded(engine: Engine, module: nn.Module, forward: Method, args: Any, kwargs: Any) -> Any:
     """A forward with what the engine does before and after it."""
     engine.before_forward((args, kwargs))
     try:
         args, kwargs = engine.prepare_inputs(args, kwargs)
-        output = engine.policy.cast_outputs(forward(*args, **kwargs))
+        output = engine.policy.cast_outputs(_torch.call(module, forward, args, kwargs))
     except BaseException:
         engine.end_forward()
         raise

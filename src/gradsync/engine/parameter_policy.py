@@ -70,12 +70,14 @@ class ParameterPolicy:
             computing = nn.Parameter(copied, computing.requires_grad)
         return ComputeParameter(registered, computing, sites, self._reduced_dtype(registered), apart)
 
+    @_torch.outside_of_graphs
     def cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Floating inputs in the dtype in which the parameters compute."""
         if self.param_dtype is None or not self.cast_forward_inputs:
             return args, kwargs
         return _cast((args, kwargs), self.param_dtype)  # type: ignore[no-any-return]
 
+    @_torch.outside_of_graphs
     def cast_outputs(self, output: Any) -> Any:
         return output if self.output_dtype is None else _cast(output, self.output_dtype)
 
