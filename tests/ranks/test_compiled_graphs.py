@@ -13,6 +13,7 @@ from torch._dynamo import config
 from torch._dynamo.utils import counters
 
 import gradsync
+from gradsync.errors import UnsynchronizedStepError
 from tests.ranks.small import FRONTS, assert_gradients, gradients_of, make, same_everywhere
 from tests.support.ranks import on_ranks
 
@@ -216,3 +217,36 @@ def test_what_models_have(front: str) -> None:
             optimizer.zero_grad()
     torch.testing.assert_close(module.state_dict(), plain.state_dict())
     same_everywhere(module)
+
+
+# --- optimizers ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shares", [False, True])
+@on_ranks(2, limit=100)
+def test_compiled_optimizers(shares: bool) -> None:
+    """Compiled once, right, and refused where a plain step is. One that is shared is left as it is."""
+    module, plain = Block(), Block()
+    plain.load_state_dict(module.state_dict())
+    replica, other = make("replicate", module, share_parameters=shares), make("replicate", plain)
+    compiled, optimizer = torch.optim.AdamW(module.parameters()), torch.optim.AdamW(plain.parameters())
+    if shares:
+        gradsync.share_optimizer(compiled)
+    step = torch.compile(compiled.step, backend=BACKEND)
+    for number in range(4):
+        x = inputs(number, 4)[dist.get_rank()]
+        replica(x).square().mean().backward()
+        other(x).square().mean().backward()
+        step()
+        optimizer.step()
+        compiled.zero_grad()
+        optimizer.zero_grad()
+        assert counters["stats"]["unique_graphs"] == (not shares)
+    torch.testing.assert_close(list(module.parameters()), list(plain.parameters()))
+    same_everywhere(module)
+    with replica.no_sync():
+        replica(x).square().mean().backward()
+    kept = [parameter.clone() for parameter in module.parameters()]
+    with pytest.raises(UnsynchronizedStepError):
+        step()
+    torch.testing.assert_close(list(module.parameters()), kept, rtol=0, atol=0)
