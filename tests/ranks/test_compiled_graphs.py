@@ -219,6 +219,31 @@ def test_what_models_have(front: str) -> None:
     same_everywhere(module)
 
 
+@pytest.mark.filterwarnings("ignore")  # dynamo's own
+@pytest.mark.parametrize("in_backward", [False, True])
+@on_ranks(2, limit=100)
+def test_one_model_a_host(in_backward: bool) -> None:
+    """Parameters that have moved to common memory are those of the graph."""
+    module, plain = Deep(), Deep()
+    model, other = make("replicate", module, share_parameters=True), make("replicate", plain)
+    replica = torch.compile(model, backend=BACKEND)
+    optimizers: list[Any] = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (module, plain)]
+    if in_backward:
+        gradsync.overlap_optimizer(model, optimizers[0])
+    else:
+        gradsync.share_optimizer(optimizers[0])
+    graphs = []
+    for step, rows in enumerate([4, 4, 5, 5, 6]):
+        for one in (replica, other):
+            one(inputs(step, rows)[dist.get_rank()]).square().mean().backward()
+        for optimizer in optimizers[in_backward:]:
+            optimizer.step()
+            optimizer.zero_grad()
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs == [1, 1, 2, 2, 2]
+    torch.testing.assert_close(list(module.parameters()), list(plain.parameters()))
+
+
 # --- optimizers ------------------------------------------------------------------------------------------
 
 

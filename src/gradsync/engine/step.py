@@ -156,7 +156,7 @@ class TrainingStep:
             self._looked_for_optimizers = True
             self.reducer.take_over_optimizers()
         self.abandon_dead()
-        if (shared := self.reducer.config.shared) is not None:
+        if (shared := self.reducer.config.shared) is not None and not self.reducer.forked:  # a child's are its own
             shared.check(self.transport.rank)
         self.stopwatch.forward_begins()
         self.reducer.forward_begins()
