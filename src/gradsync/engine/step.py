@@ -134,9 +134,8 @@ class TrainingStep:
     @_torch.outside_of_graphs
     def before_forward(self, inputs: object = ()) -> None:
         self._begin_forward(inputs)
-        # What was compiled and is not called for gradients has nothing to overlap with, nor has a rank that is alone.
-        splits = self.transport.size > 1 and torch.is_grad_enabled()
-        self._split_before.append(_torch.split_graphs(self._graph_cap if splits else None))
+        # On a rank that is alone too: a graph that is split may round otherwise, and steps by shards are the same then.
+        self._split_before.append(_torch.split_graphs(self._graph_cap if torch.is_grad_enabled() else None))
 
     def _begin_forward(self, inputs: object) -> None:
         if self._superseded:  # by another wrapper of the same module; now it is our turn again
