@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -11,10 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo import config
 from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import init_device_mesh
 
 import gradsync
 from gradsync.errors import UnsynchronizedStepError
-from tests.ranks.small import FRONTS, assert_gradients, gradients_of, make, same_everywhere
+from tests.ranks.small import FRONTS, assert_gradients, full, gradients_of, make, same_everywhere
 from tests.support.ranks import on_ranks
 
 BACKEND = "aot_eager"  # needs no C++ compiler
@@ -217,6 +219,32 @@ def test_what_models_have(front: str) -> None:
             optimizer.zero_grad()
     torch.testing.assert_close(module.state_dict(), plain.state_dict())
     same_everywhere(module)
+
+
+@pytest.mark.filterwarnings("ignore")  # dynamo's own
+@pytest.mark.parametrize("when", ["before", "after"])
+@on_ranks(2, limit=100)
+def test_parameters_that_compute_in_another_form(when: str) -> None:
+    """Over a mesh, in low precision; with a step that accumulates."""
+    mesh = init_device_mesh("cpu", (2,))
+    policy = gradsync.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for options in ({"mesh": mesh}, {"mp_policy": policy}):
+        torch._dynamo.reset()
+        counters.clear()
+        module, plain = Deep(), Deep()
+        compiled: Any = torch.compile(module, backend=BACKEND) if when == "before" else module
+        replica: Any = make("replicate", compiled, **options)
+        if when == "after":
+            replica = torch.compile(replica, backend=BACKEND)
+        other = make("replicate", plain, **options)
+        for step in range(3):
+            x = inputs(step, 4)[dist.get_rank()]
+            for one in (replica, other):
+                with one.no_sync() if step == 1 else contextlib.nullcontext():
+                    one(x).float().square().mean().backward()
+        assert counters["stats"]["unique_graphs"] == 1
+        assert_gradients(module, [full(parameter.grad) for parameter in plain.parameters()])
+        assert gradsync.statistics(replica).overlapped_buckets > 0
 
 
 @pytest.mark.filterwarnings("ignore")  # dynamo's own
