@@ -277,15 +277,27 @@ def local_gradient(gradient: Tensor, parameter: Tensor, apart: Sequence[str] = (
     return local(gradient)
 
 
+def as_dtensor(tensor: Tensor, mesh: DeviceMesh, placements: Any, shape: Sequence[int], stride: Any) -> Tensor:
+    """A DTensor of which this rank has `tensor`, where that lies: `from_local` would bring it to the mesh's device.
+
+    (2.13: as `fully_shard` makes them, for parameters that it offloads.)
+    """
+    from torch.distributed.tensor import DTensor
+
+    if tensor.device.type == mesh.device_type or tensor.is_meta:
+        return DTensor.from_local(tensor, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    form = TensorMeta(torch.Size(shape), stride, tensor.dtype)
+    return DTensor(tensor, DTensorSpec(mesh, tuple(placements), tensor_meta=form), requires_grad=False)
+
+
 def in_form_of(parameter: Tensor, gradient: Tensor) -> Tensor:
     """A local gradient as what the parameter's `.grad` must be: a DTensor for a DTensor."""
     if not is_dtensor(parameter):
         return gradient
-    from torch.distributed.tensor import DTensor
-
     mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
-    shape, stride = parameter.shape, parameter.stride()
-    return DTensor.from_local(gradient, mesh, placements, run_check=False, shape=shape, stride=stride)
+    return as_dtensor(gradient, mesh, placements, parameter.shape, parameter.stride())
 
 
 def in_form_to_compute(tensor: Tensor, compute: Tensor) -> Tensor:

@@ -196,7 +196,7 @@ def replicate(
     single: list[nn.Parameter] = arguments.items("ignored_params", ignored_params, Tensor, _NAMED_TENSORS)
     ignored = _ignored(modules, inner, single)
     checked.check_names({name for name, _ in named_parameters(modules)} - ignored)
-    policy = _policy(mp_policy, offload_policy, device)
+    policy = _policy(mp_policy, offload_policy, device or _computing_device(mesh))
     group, over = _where(modules, mesh, process_group, device_mesh, dp_mesh_dims)
     checked.check_ranks(group.size())
     policy = dataclasses.replace(policy, mesh=over, whole_mesh=None if dp_mesh_dims is None else mesh)
@@ -380,6 +380,13 @@ def _check_unowned(modules: Sequence[nn.Module], ignored: frozenset[str]) -> Non
                 f"parameter '{name}' belongs to {type(owner.module).__name__}, which was replicated before. "
                 "Replicate inner modules first, then the outer one, which leaves theirs alone."
             )
+
+
+def _computing_device(mesh: DeviceMesh | None) -> torch.device | None:
+    """Where what is offloaded computes, if nobody says: this rank's device of the mesh's kind."""
+    if mesh is None or mesh.device_type == "cpu":
+        return None
+    return torch.device(mesh.device_type, torch.accelerator.current_device_index())
 
 
 def _policy(mp_policy: Any, offload_policy: Any, device: torch.device | None) -> ParameterPolicy:
