@@ -13,7 +13,7 @@ from benchmarks import shards_rank
 from benchmarks.models import MODELS
 from benchmarks.pairs import Pair, PairBench
 from benchmarks.shards_result import ShardsCost, ShardsResult
-from benchmarks.tables import make_table
+from benchmarks.tables import make_table, target_table
 from gradsync.cli.display import count
 from gradsync.cli.style import JSON_HELP
 
@@ -56,6 +56,7 @@ class ShardsBench(PairBench[ShardsCost]):
 
     def parts(self, result: ShardsResult) -> Iterable[RenderableType]:
         yield table(result)
+        yield target_table(result.targets())
 
 
 def table(result: ShardsResult) -> Table:

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.utils.dlpack
 from torch import Tensor
-from torch._C._distributed_c10d import AllgatherOptions, HashStore, PrefixStore
+from torch._C._distributed_c10d import _DEFAULT_FIRST_BUCKET_BYTES, AllgatherOptions, HashStore, PrefixStore
 from torch._C._distributed_c10d import Store as Store
 from torch._C._distributed_c10d import TCPStore as TCPStore
 from torch._utils import _get_device_index
@@ -25,6 +26,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.utils import _apply_to_tensors, _to_kwargs
+from torch.nn.parallel.distributed import DistributedDataParallel as _TorchDDP
 
 from gradsync.errors import InvalidOptionError, NotSupportedError
 
@@ -110,6 +112,61 @@ def outside_of_graphs(function: F) -> F:
     frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
     vars(function)["_torchdynamo_disable"] = True
     return function
+
+
+def frame_outside_of_graphs(function: F) -> F:
+    """What torch.compile does not trace, but what it calls: so no graph is broken off, which `fullgraph` refuses."""
+    frames = torch._C._dynamo.eval_frame
+    actions = frames._FrameAction
+    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(actions.SKIP, actions.DEFAULT))
+    return function
+
+
+def call(module: Callable[..., Any], forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """`forward` of `module`, called so that torch.compile makes a graph of it.
+
+    From a frame that is not traced it makes none of what lies in files of torch's, as a `Sequential` does: that needs
+    one around it (2.13). All others are called as they are: what goes through one frame shares its limit of graphs.
+    """
+    if compiles() and getattr(type(module).forward, "__module__", "").startswith("torch.nn."):  # type: ignore[attr-defined]
+        return _traced(forward, args, kwargs)
+    return forward(*args, **kwargs)
+
+
+def _traced(forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    return forward(*args, **kwargs)
+
+
+frame_outside_of_graphs(call)
+
+
+@dataclass(frozen=True)
+class GraphsSplit:
+    """For whose forward torch.compile splits graphs, as far as it asks."""
+
+    bucket_bytes_cap: int
+
+
+def split_graphs(cap: int | None) -> Any:
+    """From now on torch.compile splits what it makes graphs of where gradients of `cap` bytes are complete; None: not.
+
+    Else all gradients of a graph come when its backward is over, and nothing overlaps. Gives what was set before, for
+    `graphs_split_as`. (2.13: dynamo does that for what torch's own class calls active, and asks it for the size of a
+    bucket, which must be at least that of torch's first.)
+    """
+    before = graphs_are_split()
+    graphs_split_as(None if cap is None else GraphsSplit(max(cap, _DEFAULT_FIRST_BUCKET_BYTES)))
+    return before
+
+
+def graphs_are_split() -> Any:
+    """For whom, now."""
+    return _TorchDDP._active_ddp_module
+
+
+def graphs_split_as(whom: Any) -> None:
+    """Puts back what `split_graphs` gave."""
+    _TorchDDP._active_ddp_module = whom
 
 
 def leave_to_python() -> None:
@@ -220,15 +277,27 @@ def local_gradient(gradient: Tensor, parameter: Tensor, apart: Sequence[str] = (
     return local(gradient)
 
 
+def as_dtensor(tensor: Tensor, mesh: DeviceMesh, placements: Any, shape: Sequence[int], stride: Any) -> Tensor:
+    """A DTensor of which this rank has `tensor`, where that lies: `from_local` would bring it to the mesh's device.
+
+    (2.13: as `fully_shard` makes them, for parameters that it offloads.)
+    """
+    from torch.distributed.tensor import DTensor
+
+    if tensor.device.type == mesh.device_type or tensor.is_meta:
+        return DTensor.from_local(tensor, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    form = TensorMeta(torch.Size(shape), stride, tensor.dtype)
+    return DTensor(tensor, DTensorSpec(mesh, tuple(placements), tensor_meta=form), requires_grad=False)
+
+
 def in_form_of(parameter: Tensor, gradient: Tensor) -> Tensor:
     """A local gradient as what the parameter's `.grad` must be: a DTensor for a DTensor."""
     if not is_dtensor(parameter):
         return gradient
-    from torch.distributed.tensor import DTensor
-
     mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
-    shape, stride = parameter.shape, parameter.stride()
-    return DTensor.from_local(gradient, mesh, placements, run_check=False, shape=shape, stride=stride)
+    return as_dtensor(gradient, mesh, placements, parameter.shape, parameter.stride())
 
 
 def in_form_to_compute(tensor: Tensor, compute: Tensor) -> Tensor:

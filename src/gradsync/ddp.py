@@ -11,7 +11,7 @@ import dataclasses
 import warnings
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -48,8 +48,6 @@ class DistributedDataParallel(TorchPrivate, JoinableReplica, Replica, nn.Module,
     Attributes of the wrapped module can be read through the wrapper. A copy (`copy.deepcopy`) is a
     working replica of its own over the same group.
     """
-
-    _active_ddp_module: ClassVar[DistributedDataParallel | None] = None
 
     def __init__(
         self,
@@ -166,24 +164,26 @@ class DistributedDataParallel(TorchPrivate, JoinableReplica, Replica, nn.Module,
 
     # --- training ----------------------------------------------------------------------------------
 
+    @_torch.frame_outside_of_graphs
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         engine = self._engine
-        with self._errors_noted():
-            engine.before_forward()
-        before, DistributedDataParallel._active_ddp_module = DistributedDataParallel._active_ddp_module, self
+        self._before_forward()
         try:
             if self.device_ids:
                 moved_inputs, moved_kwargs = self.to_kwargs(inputs, kwargs, self.device_ids[0])
                 inputs, kwargs = moved_inputs[0], moved_kwargs[0]
             inputs, kwargs = engine.policy.cast_inputs(inputs, kwargs)
-            output = self.module(*inputs, **kwargs)
+            output = _torch.call(self.module, self.module, inputs, kwargs)
         except BaseException:
             engine.end_forward()
             raise
-        finally:
-            DistributedDataParallel._active_ddp_module = before
         engine.after_forward(output)
         return output
+
+    @_torch.outside_of_graphs
+    def _before_forward(self) -> None:
+        with self._errors_noted():
+            self._engine.before_forward()
 
     # --- uneven inputs -----------------------------------------------------------------------------
 
@@ -268,6 +268,7 @@ class DistributedDataParallel(TorchPrivate, JoinableReplica, Replica, nn.Module,
     def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
         return scatter_gather.scatter_kwargs(inputs, kwargs, device_ids, dim=self.dim)
 
+    @_torch.outside_of_graphs
     def to_kwargs(self, inputs: Any, kwargs: Any, device_id: int) -> Any:
         """Inputs with their tensors on the given device."""
         return _torch.to_kwargs(inputs, kwargs, torch.device(self.device_type, device_id))

@@ -9,7 +9,7 @@ import contextlib
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -24,9 +24,6 @@ from gradsync.engine.parameter_policy import ParameterPolicy
 from gradsync.errors import InvalidOptionError, UnfinishedRoundError, WrongTypeError
 from gradsync.groups import check_group
 from gradsync.options import MIB, Options
-
-if TYPE_CHECKING:
-    from gradsync.ddp import DistributedDataParallel
 
 _BufferCommHookLocation = BufferHookLocation
 
@@ -87,6 +84,7 @@ class ReducerView:
 class TorchPrivate:
     """The underscored part of torch's class."""
 
+    _active_ddp_module: ClassVar[Any] = None  # a wrapper of torch's own, made before, says so in the same place
     bucket_bytes_cap: int
     bucket_bytes_cap_list: list[int]
     bucket_bytes_cap_default: bool
@@ -112,10 +110,9 @@ class TorchPrivate:
         self._engine.add_recorder(self._log.record)
 
     @classmethod
-    def _get_active_ddp_module(cls) -> DistributedDataParallel | None:
-        """The wrapper whose forward runs now; torch.compile asks for it."""
-        active: DistributedDataParallel | None = cls._active_ddp_module  # type: ignore[attr-defined]
-        return active
+    def _get_active_ddp_module(cls) -> Any:
+        """For whose forward torch.compile splits graphs: it asks this class, if it is in the place of torch's."""
+        return cls._active_ddp_module or _torch.graphs_are_split()
 
     # --- what is synchronized ----------------------------------------------------------------------
 

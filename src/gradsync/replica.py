@@ -130,7 +130,9 @@ def make_engine(
     is_wrapped: bool = False,
 ) -> Engine:
     """An engine over `group`, with the transport that suits its ranks, who all call this together; see `Engine`."""
-    tensors = [parameter for name, parameter in named_parameters(modules) if name not in ignored]
+    tensors: list[Tensor] = [parameter for name, parameter in named_parameters(modules) if name not in ignored]
+    if policy is not None and policy.compute_device is not None:  # where buckets are, too
+        tensors.append(torch.empty(0, device=policy.compute_device))
     may_talk, start = options.init_sync != "none", str(options.init_sync)
     transport = choose(
         group,

@@ -47,8 +47,9 @@ class ReplicateModule(Setters, JoinableReplica, Replica, contract.ComposableModu
         """Whoever makes another one of this class, as slicing a container does, gets a plain one."""
         return contract.original_class(cls)(*args, **kwargs)
 
+    @_torch.frame_outside_of_graphs
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return _surrounded(self._engine, super().__call__, args, kwargs)
+        return _surrounded(self._engine, self, super().__call__, args, kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         self._engine.managed.compute_parameters.to_registered()
@@ -195,7 +196,7 @@ def replicate(
     single: list[nn.Parameter] = arguments.items("ignored_params", ignored_params, Tensor, _NAMED_TENSORS)
     ignored = _ignored(modules, inner, single)
     checked.check_names({name for name, _ in named_parameters(modules)} - ignored)
-    policy = _policy(mp_policy, offload_policy, device)
+    policy = _policy(mp_policy, offload_policy, device or _computing_device(mesh))
     group, over = _where(modules, mesh, process_group, device_mesh, dp_mesh_dims)
     checked.check_ranks(group.size())
     policy = dataclasses.replace(policy, mesh=over, whole_mesh=None if dp_mesh_dims is None else mesh)
@@ -249,17 +250,18 @@ def register_forward_method(module: nn.Module, name: str) -> None:
 
     @functools.wraps(method)
     def surrounded(self: ReplicateModule, *args: Any, **kwargs: Any) -> Any:
-        return _surrounded(self._engine, functools.partial(method, self), args, kwargs)
+        return _surrounded(self._engine, self, functools.partial(method, self), args, kwargs)
 
     setattr(type(module), name, surrounded)
 
 
-def _surrounded(engine: Engine, forward: Method, args: Any, kwargs: Any) -> Any:
+@_torch.frame_outside_of_graphs
+def _surrounded(engine: Engine, module: nn.Module, forward: Method, args: Any, kwargs: Any) -> Any:
     """A forward with what the engine does before and after it."""
     engine.before_forward((args, kwargs))
     try:
         args, kwargs = engine.prepare_inputs(args, kwargs)
-        output = engine.policy.cast_outputs(forward(*args, **kwargs))
+        output = engine.policy.cast_outputs(_torch.call(module, forward, args, kwargs))
     except BaseException:
         engine.end_forward()
         raise
@@ -378,6 +380,13 @@ def _check_unowned(modules: Sequence[nn.Module], ignored: frozenset[str]) -> Non
                 f"parameter '{name}' belongs to {type(owner.module).__name__}, which was replicated before. "
                 "Replicate inner modules first, then the outer one, which leaves theirs alone."
             )
+
+
+def _computing_device(mesh: DeviceMesh | None) -> torch.device | None:
+    """Where what is offloaded computes, if nobody says: this rank's device of the mesh's kind."""
+    if mesh is None or mesh.device_type == "cpu":
+        return None
+    return torch.device(mesh.device_type, torch.accelerator.current_device_index())
 
 
 def _policy(mp_policy: Any, offload_policy: Any, device: torch.device | None) -> ParameterPolicy:

@@ -63,6 +63,11 @@ def test_random_numbers_belong_to_the_shard(ranks: Ranks) -> None:
     assert len(set(found)) == 3
 
 
+def test_eight_ranks(ranks: Ranks) -> None:
+    """As many as there are shards: each has one."""
+    same_from_all_sizes(ranks, dropout_and_noise, sizes=(2, 8))
+
+
 def large_gradients() -> list[Any]:
     torch.manual_seed(0)
     module: Any = nn.Sequential(nn.Linear(4, 256), nn.Linear(256, 256), nn.Linear(256, 2))  # 256 KiB: brought early

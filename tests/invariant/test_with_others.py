@@ -10,12 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._dynamo.backends.registry import lookup_backend
 
 import gradsync
 from gradsync.errors import NonFiniteGradientError, ReplicaLostError, ShardsError
 from tests.invariant.test_equality import digest
 from tests.ranks.memory import be_on_host, transport_of
 from tests.ranks.small import batch, build, make, same_everywhere
+from tests.ranks.test_compiled_graphs import WIDTH, Deep
 from tests.support.patience import crowding
 from tests.support.ranks import Ranks, on_ranks
 
@@ -57,6 +59,35 @@ def test_the_same_as_without(ranks: Ranks, how: str, shape: tuple[int, ...]) -> 
     alone = ranks(plain, 1)[0]
     for size in (len(shape),) if shape else (2, 3):
         assert all(found == alone for found in ranks(train, size, how, shape)), f"{size} ranks"
+
+
+def compiled() -> list[str]:
+    module = Deep()
+    replica = gradsync.replicate(module, bucket_cap_mb=1)
+    graphs: list[int] = []
+
+    def backend(graph: Any, example: Any) -> Any:
+        graphs.append(len(example))
+        return lookup_backend("aot_eager")(graph, example)
+
+    called: Any = torch.compile(replica, backend=backend)
+    shards, found = gradsync.Shards(replica, SHARDS), []
+    for step in range(2):
+        for shard in shards.each(shards.mine):
+            x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(8 * step + shard))
+            called(x).square().mean().backward()
+        found.append(digest(module))
+        module.zero_grad()
+    return [*found, str(graphs)]
+
+
+@pytest.mark.filterwarnings("ignore")  # dynamo's own
+def test_a_compiled_model(ranks: Ranks) -> None:
+    """Its graphs are split alike on any number of ranks, as other graphs would round differently."""
+    alone = ranks(compiled, 1, limit=60)[0]
+    assert alone[-1].count(",") > 0
+    for size in (2, 3):
+        assert all(found == alone for found in ranks(compiled, size, limit=60)), f"{size} ranks"
 
 
 @on_ranks(2)

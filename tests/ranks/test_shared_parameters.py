@@ -474,6 +474,55 @@ def test_a_plain_optimizer_is_refused_before_it_counts_twice() -> None:
     gradsync.share_optimizer(plain).step()
 
 
+class Answers(torch.utils.data.Dataset[float]):
+    """What a model says, which each look spoils."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> float:
+        with torch.no_grad():
+            answer = float(self.model(torch.ones(1, WIDTH)).sum())
+            next(self.model.parameters()).zero_()
+        return answer
+
+
+@on_ranks(2)
+def test_forked_workers_have_their_own() -> None:
+    """They see what the parameters are; what they write nobody else sees, and it is no mistake."""
+    (model, optimizer), _ = both(ELEMENTWISE["AdamW"])
+    train(model, optimizer, range(2))
+    before = model[0].weight.clone()
+    with torch.no_grad():
+        wanted = float(model(torch.ones(1, WIDTH)).sum())
+    answers = [float(each) for each in torch.utils.data.DataLoader(Answers(model), num_workers=1)]
+    assert answers[0] == pytest.approx(wanted)
+    assert answers[1] != pytest.approx(wanted)
+    torch.testing.assert_close(model[0].weight, before, rtol=0, atol=0)
+    train(model, optimizer, range(2, 3))
+    same_everywhere(model)
+
+
+@on_ranks(2)
+def test_pickles_and_copies_of_models_are_private() -> None:
+    (model, optimizer), _ = both(ELEMENTWISE["AdamW"])
+    train(model, optimizer, range(2))
+    before = [parameter.clone() for parameter in model.parameters()]
+    file = io.BytesIO()
+    torch.save(model, file)
+    for other in (torch.load(io.BytesIO(file.getvalue()), weights_only=False), copy.deepcopy(model)):
+        torch.testing.assert_close(list(other.parameters()), before, rtol=0, atol=0)
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.zero_()
+        torch.testing.assert_close(list(model.parameters()), before, rtol=0, atol=0)
+    train(model, optimizer, range(2, 4))
+    assert are_shared(model)
+
+
 # --- faults ------------------------------------------------------------------------------------------------------
 
 

@@ -130,16 +130,23 @@ def test_the_flag_that_frameworks_set(ranks: Ranks) -> None:
     assert ranks(frameworks_flag, 2) == [[True, True]] * 2
 
 
-@on_ranks(1)
-def test_the_active_wrapper() -> None:
-    seen = []
+@on_ranks(2)
+def test_how_torch_compile_is_to_split_graphs() -> None:
+    """It asks the class, of whatever stands in torch's place, while a forward runs for which gradients are wanted."""
+    seen: list[int | None] = []
 
     class Asks(nn.Linear):
         def forward(self, input: Tensor) -> Tensor:
-            seen.append(DDP._get_active_ddp_module())
+            asked = {kind._get_active_ddp_module() for kind in (DDP, nn.parallel.DistributedDataParallel)}
+            seen.extend(None if one is None else one.bucket_bytes_cap for one in asked)
             return super().forward(input)
 
-    ddp = DDP(Asks(2, 2))
+    ddp = DDP(Asks(2, 2), bucket_cap_mb=7)
     ddp(ones())
-    assert seen == [ddp]
+    with torch.no_grad():
+        ddp(ones())
+    DDP(Asks(2, 2), bucket_cap_mb=0.1)(ones())  # which is less than torch allows
+    with pytest.raises(TypeError):
+        ddp(ones(), ones())
+    assert seen == [7 << 20, None, 1 << 20]
     assert DDP._get_active_ddp_module() is None

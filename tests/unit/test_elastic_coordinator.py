@@ -291,6 +291,7 @@ def test_who_does_not_come_back_is_ended() -> None:
         coordinator.ready(name, {"step": FRESH, "whole": True, "finished": False, "model": ""}, 1.0)
     coordinator.orders()
     coordinator.ready("a", {"step": 1, "whole": True, "finished": False, "model": "", "blamed": [2]}, 10.0)
+    assert [(order.to, order.message["is"]) for order in coordinator.orders()] == [("b", "lost"), ("c", "lost")]
     coordinator.decide(16.0)
     assert [(order.to, order.message["is"]) for order in coordinator.orders()] == [("c", "kill")]
     coordinator.decide(109.0)

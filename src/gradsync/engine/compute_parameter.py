@@ -39,6 +39,7 @@ class ComputeParameter:
         # Converted forms of what stands in for the parameter, and where: owner, key, what was there, what is now.
         self._converted: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter, Tensor]] = []
         inner = _torch.local(self.registered)
+        self._offloaded = inner.device != _torch.local(self.compute).device
         self._made_for = inner.dtype, inner.device, inner.shape, _shares_memory(inner, _torch.local(self.compute))
 
     def outdated(self) -> bool:
@@ -158,9 +159,10 @@ class ComputeParameter:
         """Whether what an earlier round left in `.grad` travels along with what is new.
 
         In the same dtype it does, as it does for a plain parameter. Otherwise it would lose precision
-        on the way, so the registered gradient stays where it is and the result is added to it.
+        on the way, so the registered gradient stays where it is and the result is added to it. So does
+        that of a parameter that is offloaded, on its own device.
         """
-        return self.reduce_dtype is self.registered.dtype
+        return self.reduce_dtype is self.registered.dtype and not self._offloaded
 
     def _take_fresh(self) -> Tensor | None:
         """What backward left on the compute parameter since the last time, in the dtype of the bucket."""

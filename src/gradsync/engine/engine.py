@@ -106,6 +106,7 @@ class Engine(TrainingStep):
                 input_device=input_device,
                 left_alone=left_alone,
                 is_wrapped=is_wrapped,
+                graph_cap=max(options.bucket_caps()),
             )
         self.options, self.ignored = options, ignored
         self.shared: SharedParameters | None = None

@@ -70,12 +70,14 @@ class ParameterPolicy:
             computing = nn.Parameter(copied, computing.requires_grad)
         return ComputeParameter(registered, computing, sites, self._reduced_dtype(registered), apart)
 
+    @_torch.outside_of_graphs
     def cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Floating inputs in the dtype in which the parameters compute."""
         if self.param_dtype is None or not self.cast_forward_inputs:
             return args, kwargs
         return _cast((args, kwargs), self.param_dtype)  # type: ignore[no-any-return]
 
+    @_torch.outside_of_graphs
     def cast_outputs(self, output: Any) -> Any:
         return output if self.output_dtype is None else _cast(output, self.output_dtype)
 
@@ -102,7 +104,8 @@ def _on_mesh(name: str, parameter: nn.Parameter, mesh: DeviceMesh) -> tuple[nn.P
     from torch.distributed.tensor import DTensor, Replicate
 
     if not isinstance(parameter, DTensor):
-        spread = DTensor.from_local(parameter.detach(), mesh, [Replicate()] * mesh.ndim, run_check=False)
+        local = parameter.detach()
+        spread = _torch.as_dtensor(local, mesh, [Replicate()] * mesh.ndim, local.shape, local.stride())
         registered = nn.Parameter(spread, parameter.requires_grad)
         gradient, parameter.grad = parameter.grad, None
         if gradient is not None:
@@ -114,7 +117,7 @@ def _on_mesh(name: str, parameter: nn.Parameter, mesh: DeviceMesh) -> tuple[nn.P
     placements = [*[Replicate()] * mesh.ndim, *parameter.placements]
     whole = _torch.joined_mesh(mesh, parameter.device_mesh, name)
     inner, shape, stride = _torch.local(parameter).detach(), parameter.shape, parameter.stride()
-    spread = DTensor.from_local(inner, whole, placements, run_check=False, shape=shape, stride=stride)
+    spread = _torch.as_dtensor(inner, whole, placements, shape, stride)
     gradient, parameter.grad = parameter.grad, None
     torch.utils.swap_tensors(parameter, nn.Parameter(spread, parameter.requires_grad))
     if gradient is not None:
@@ -128,7 +131,6 @@ def _covers(whole: DeviceMesh, mesh: DeviceMesh) -> bool:
 
 def _without_dimensions(parameter: Any, mesh: DeviceMesh) -> nn.Parameter:
     """What computes for a DTensor that is registered over the mesh's dimensions and perhaps others."""
-    from torch.distributed.tensor import DTensor
 
     names = parameter.device_mesh.mesh_dim_names or ()
     others = [name for name in names if name not in (mesh.mesh_dim_names or ())]
@@ -139,7 +141,7 @@ def _without_dimensions(parameter: Any, mesh: DeviceMesh) -> nn.Parameter:
     part = parameter.device_mesh[tuple(others)]
     shape, stride = parameter.shape, parameter.stride()
     return nn.Parameter(
-        DTensor.from_local(local, part, placements, run_check=False, shape=shape, stride=stride),
+        _torch.as_dtensor(local, part, placements, shape, stride),
         parameter.requires_grad,
     )
 

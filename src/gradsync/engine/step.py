@@ -74,8 +74,11 @@ class TrainingStep:
         input_device: torch.device | None,
         left_alone: Iterable[Tensor],
         is_wrapped: bool,
+        graph_cap: int,
     ) -> None:
-        """`group`, `input_device`, `left_alone`, `is_wrapped`: see `Engine`."""
+        """`group`, `input_device`, `left_alone`, `is_wrapped`: see `Engine`; `graph_cap`: where torch.compile splits a
+        graph, in bytes of gradients.
+        """
         self.process_group = group
         self.modules, self.module = list(modules), modules[0]
         self.transport, self.policy = transport, policy
@@ -85,6 +88,7 @@ class TrainingStep:
         """Inside a `Join` context of torch's: who tells ranks without data of our rounds."""
         self._state, self._settings = state, settings
         self._input_device, self._is_wrapped = input_device, is_wrapped
+        self._graph_cap = graph_cap
         self._left_alone: MutableMapping[Tensor, None] = WeakTensorKeyDictionary()
         self._left_alone.update(dict.fromkeys(left_alone))
         self._recorders: list[Recorder] = []
@@ -93,6 +97,7 @@ class TrainingStep:
         self._superseded = False  # another replica of the same module has the parameters
         self._apart = False  # replicas differ on purpose
         self._hears_of_losses = True
+        self._split_before: list[Any] = []  # by forwards that run: how graphs were split around them
         self._backward = Backward(at_end=self._backward_ended)
         self._not_a_round = _torch.NO_GRAPH_TASK  # a backward that was found to be none
         self._timed = _torch.NO_GRAPH_TASK  # the latest of those
@@ -132,6 +137,11 @@ class TrainingStep:
 
     @_torch.outside_of_graphs
     def before_forward(self, inputs: object = ()) -> None:
+        self._begin_forward(inputs)
+        # On a rank that is alone too: a graph that is split may round otherwise, and steps by shards are the same then.
+        self._split_before.append(_torch.split_graphs(self._graph_cap if torch.is_grad_enabled() else None))
+
+    def _begin_forward(self, inputs: object) -> None:
         if self._superseded:  # by another wrapper of the same module; now it is our turn again
             self._claim()
             self._manage()
@@ -148,7 +158,7 @@ class TrainingStep:
             self._looked_for_optimizers = True
             self.reducer.take_over_optimizers()
         self.abandon_dead()
-        if (shared := self.reducer.config.shared) is not None:
+        if (shared := self.reducer.config.shared) is not None and not self.reducer.forked:  # a child's are its own
             shared.check(self.transport.rank)
         self.stopwatch.forward_begins()
         self.reducer.forward_begins()
@@ -169,6 +179,7 @@ class TrainingStep:
                 self._manage()  # later only when all ranks say so
         self.managed.compute_parameters.begin_forward(recomputed=False)
 
+    @_torch.outside_of_graphs
     def prepare_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Inputs on the module's device, and in the dtype in which it computes."""
         if self._input_device is not None:
@@ -190,6 +201,7 @@ class TrainingStep:
     @_torch.outside_of_graphs
     def end_forward(self, backward_follows: bool = False) -> None:
         """The same for a forward that has raised."""
+        _torch.graphs_split_as(self._split_before.pop())
         self.stopwatch.forward_ended()
         inside_backward = _torch.current_graph_task() != _torch.NO_GRAPH_TASK
         if not inside_backward:

@@ -24,6 +24,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from gradsync import _torch
 from gradsync.errors import UnsynchronizedStepError
 
 SAVED = "_gradsync_was_replicated"
@@ -163,6 +164,7 @@ def _flag(name: str) -> Iterator[None]:
 # --- the hooks -------------------------------------------------------------------------------------------
 
 
+@_torch.outside_of_graphs
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not _watched and not dist.is_initialized():
         return None
@@ -182,6 +184,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
 def _then_look(optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
     """The closure makes the gradients, so they are looked at after it, each time."""
 
+    @_torch.frame_outside_of_graphs
     def looking() -> Any:
         result = closure()
         _look(optimizer)
@@ -191,6 +194,7 @@ def _then_look(optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[],
     return looking
 
 
+@_torch.outside_of_graphs
 def _after_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
     if not _watched or getattr(_state, "trusted", False):
         return
@@ -208,6 +212,7 @@ register_optimizer_step_post_hook(_after_step)
 # --- what they look for ----------------------------------------------------------------------------------
 
 
+@_torch.outside_of_graphs
 def _look(optimizer: Optimizer) -> None:
     for engine in tuple(_watched):
         if engine.reducer.hidden:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from gradsync import _torch
 from gradsync.engine.engine import Engine
 from gradsync.engine.step import owner_of
 from gradsync.guard import unsynchronized
@@ -32,6 +33,7 @@ class SharedStep:
         self._alone: list[list[Tensor]] = []  # for each group, what every rank has for itself, and steps
         self._sizes: list[int] = []
 
+    @_torch.outside_of_graphs
     def step(self, optimizer: Optimizer) -> None:
         """This rank's share of all parameters that have a gradient."""
         for engine in _engines_of(optimizer):

@@ -191,9 +191,10 @@ class ProcessGroupTransport:
             return
         for block in _blocks(tensors):
             flat = torch.cat([bytes_of(tensor) for tensor in block])
-            self._run(partial(_torch.broadcast, self._connections.carrier, flat, source), flat.is_cpu)
+            sent = flat.to(self._device()) if flat.is_cpu else flat  # of a module whose parameters are offloaded
+            self._run(partial(_torch.broadcast, self._connections.carrier, sent, source), sent.is_cpu)
             if self.rank != source:
-                _unpack(flat, block)
+                _unpack(sent.to(flat.device), block)
 
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:
         if self.size == 1:

@@ -136,10 +136,10 @@ def gradients_at_once(m: Measures) -> Advice | None:
     return Advice(
         "All gradients come at once, at the end of backward",
         f"The {len(m.buckets)} buckets are complete within {ms(last.ready - first.ready)} of a backward of "
-        f"{ms(first.backward)}: nothing travels while it computes. That is so for what torch.compile made one graph, "
-        "and for gradients made by hand.",
-        "Compile the blocks of the model one by one (block.compile()) instead of the whole: gradients then come block "
-        "by block.",
+        f"{ms(first.backward)}: nothing travels while it computes. That is so for what torch.compile made one graph "
+        "outside of the replica's forward, and for gradients made by hand.",
+        "Call the compiled model through its replica from the first time on, so that its graph is split; or compile "
+        "its blocks one by one (block.compile()). Gradients then come part by part.",
     )
 
 
