@@ -25,7 +25,7 @@ from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 
-from gradsync import log
+from gradsync import launchers, log
 from gradsync.elastic import command as elastic
 from gradsync.watch import position
 
@@ -215,6 +215,7 @@ _run_as_main: Callable[..., Any] = vars(runpy)["_run_module_as_main"]
 def as_rank(arguments: list[str]) -> None:
     """Runs the program as Python would: `[what to trace..., kind, script or module, its arguments...]`."""
     from gradsync import dropin
+    from gradsync.elastic import control
 
     if arguments[0].startswith(TRACE):
         folder, steps, *arguments = arguments
@@ -227,8 +228,10 @@ def as_rank(arguments: list[str]) -> None:
     sys.argv[:] = [program, *rest]
     try:
         _as_module(program) if kind == MODULE else _as_script(program)
-    except BaseException:
+    except BaseException as error:
         _show_without_us()
+        if isinstance(error, SystemExit) and error.code and launchers.is_elastic(os.environ):
+            control.script_fails()
         raise
 
 

@@ -94,3 +94,13 @@ def test_the_host_that_leads_is_lost(hosts: Sequence[Host], right: Result, tmp_p
     again = do(Plan("process_group", STEPS, "1:2"), tmp_path)
     assert not again.wrong(right), again.said
     assert all(one["resumed"] for one in again.ends)
+
+
+@pytest.mark.parametrize("phase", [Phase.BETWEEN, Phase.BACKWARD])
+def test_an_exit_with_a_code_is_a_loss_and_not_the_end_of_training(phase: Phase, right: Result) -> None:
+    """For Python, `sys.exit(3)` is an end like any other; to leave the loop by `break` would end training for all."""
+    leaves = Fault(number=0, kind=Kind.EXIT, phase=phase, slot=1, ranks=3, wait=2)
+    result = do(Plan("shared_memory", STEPS, "2:3", [leaves], max_restarts=0))
+    assert not result.wrong(right), result.said
+    assert "rank 1 is lost in epoch 1: exit code 3" in result.said
+    assert {one["ranks"] for _, one in result.steps} == {2, 3}

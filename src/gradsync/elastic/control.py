@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import socket
+import sys
 import threading
 from datetime import timedelta
 from typing import NamedTuple
@@ -43,6 +44,17 @@ class Over(NamedTuple):
     why: str = ""
     leaves_checkpoint: bool = False
     """Whether it is this rank that leaves one."""
+
+
+def script_fails() -> None:
+    """It is left by `sys.exit` with a code, which nothing else shows while Python ends."""
+    global _fails
+    _fails = True
+
+
+def has_failed() -> bool:
+    """Whether this process ends by an exception or by an exit code."""
+    return _fails or hasattr(sys, "last_value")
 
 
 def most_ranks() -> int:
@@ -174,3 +186,4 @@ class Control:
 
 
 _is_taken = False
+_fails = False

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import hashlib
 import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -18,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gradsync import _torch, arguments, launchers
 from gradsync.elastic import world
-from gradsync.elastic.control import Control, Epoch, Over, most_ranks
+from gradsync.elastic.control import Control, Epoch, Over, has_failed, most_ranks
 from gradsync.elastic.coordinator import FRESH
 from gradsync.elastic.course import Course, course_of
 from gradsync.elastic.state import State, Stateful
@@ -107,6 +106,7 @@ class Elastic:
         self._course: Course | None = None
         self._epoch: Epoch | None = None
         self._over = False
+        self._exits = False  # by sys.exit, in a step
         self._is_fresh = True  # nothing was trained or loaded yet
         self._is_whole = True
         self._small: dict[str, Any] = {}
@@ -186,7 +186,7 @@ class Elastic:
         return self._over
 
     def _finish_at_exit(self, course: Course) -> None:
-        if hasattr(sys, "last_value"):  # it was an exception
+        if self._exits or has_failed():
             return
         while not self._over and not self._finish(course):
             pass
@@ -233,6 +233,7 @@ class Elastic:
     def step_failed(self, step: Step, error: BaseException) -> bool:
         """Whether it is made again: not if it has failed for a reason of its own."""
         self._current = None
+        self._exits = isinstance(error, SystemExit)
         if self._control is None or not isinstance(error, Exception):
             return False
         if isinstance(error, (ReplicaLostError, RoundTimeoutError)):
