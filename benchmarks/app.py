@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from benchmarks.bandwidth import bandwidth
+from benchmarks.elastic import elastic
 from benchmarks.engine import engine
 from benchmarks.footprint import footprint
 from benchmarks.hosts import hosts
@@ -25,6 +26,7 @@ EXAMPLES: dict[Callable[..., None], tuple[str, ...]] = {
     engine: ("engine", "engine --ranks 4 --parameters 100,1000"),
     watch: ("watch", "watch --ranks 4 --repetitions 50"),
     shards: ("shards", "shards --ranks 4 --shards-a-rank 2 --repetitions 10"),
+    elastic: ("elastic", "elastic --tracks shared_memory,hosts --kills 30"),
     records: ("records", "records --ranks 4 --repetitions 50"),
 }
 

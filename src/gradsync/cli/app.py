@@ -14,7 +14,12 @@ ABOUT = "Keeps the replicas of a PyTorch module in step."
 
 app = make_app("gradsync", ABOUT)
 add(
-    app, demo, "gradsync demo", "gradsync demo --ranks 4 --steps 200 --out runs/demo", "gradsync demo --steps 50 --json"
+    app,
+    demo,
+    "gradsync demo",
+    "gradsync demo --elastic",
+    "gradsync demo --ranks 4 --steps 200 --out runs/demo",
+    "gradsync demo --steps 50 --json",
 )
 
 

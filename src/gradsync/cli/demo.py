@@ -3,29 +3,40 @@
 from __future__ import annotations
 
 import json
+import random
 import time
 from collections import defaultdict
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import typer
-from rich.text import Text
 
-from gradsync.cli import demo_rank, launch, picture, text
+from gradsync.cli import demo_rank, picture, text
+from gradsync.cli.demo_run import METRICS, PICTURE, SUMMARY, DemoRun
 from gradsync.cli.display import Display, count, make_display
+from gradsync.cli.elastic_demo import rank as elastic_rank
+from gradsync.cli.elastic_demo.run import ElasticDemo
 from gradsync.cli.history import History
-from gradsync.cli.launch import RankFailed, Ranks
+from gradsync.cli.launch import Ranks
 from gradsync.cli.report import Record
-from gradsync.cli.style import INTERRUPTED, JSON_HELP, Output
+from gradsync.cli.style import JSON_HELP, Output
 from gradsync.cli.summary import Summary, summarize
 
-METRICS, SUMMARY, PICTURE = "metrics.jsonl", "summary.json", "loss.png"
+ELASTIC_SHARDS = 6
 
 
 def demo(
-    ranks: int = typer.Option(2, min=1, help="Processes that train together."),
-    steps: int = typer.Option(800, min=1, help="Steps of the optimizer; the default takes about 90 s on 2 cores."),
+    ranks: int | None = typer.Option(
+        None, min=1, help="Processes that train together; 2, or 3 with --elastic.", show_default=False
+    ),
+    steps: int | None = typer.Option(
+        None,
+        min=1,
+        help="Steps of the optimizer; 800, or 300 with --elastic, take about 90 s on 2 cores.",
+        show_default=False,
+    ),
+    elastic: bool = typer.Option(False, "--elastic", help="Kill a rank in the middle: the model stays the same."),
     out: Path = typer.Option(Path("demo-out"), help="Folder for loss.png, metrics.jsonl and summary.json."),
     seed: int = typer.Option(0, help="Seed of the parameters and the batches."),
     source: Path = typer.Option(
@@ -35,30 +46,54 @@ def demo(
         help="Folder of .py files to read instead of Python's library.",
     ),
     summary: str = typer.Option("", "--json", metavar="[FILE]", help=JSON_HELP),
-    batch: int = typer.Option(16, min=1, hidden=True),
+    batch: int | None = typer.Option(None, min=1, hidden=True),
     context: int = typer.Option(64, min=1, max=1024, hidden=True),
     layers: int = typer.Option(2, min=1, hidden=True),
     width: int = typer.Option(128, min=4, hidden=True),
     learning_rate: float = typer.Option(0.004, hidden=True),
+    pause: float = typer.Option(0.0, min=0, hidden=True),
 ) -> None:
     """Train a small GPT on this machine, and see that the replicas stay identical.
 
     It learns the sources of Python's library. All files are written as training goes on: Ctrl-C keeps them.
+
+    With --elastic a rank is killed in the middle. The others go on at once, another one comes in its place, and the
+    model ends with the same bits as on one rank that nothing disturbs, which is trained too.
     """
-    job = demo_rank.Job(
-        ranks=ranks,
-        steps=steps,
-        seed=seed,
-        folder=str(check_source(source)),
-        batch=batch,
-        context=context,
-        layers=layers,
-        heads=4,
-        width=width,
-        learning_rate=learning_rate,
-    )
+    told: dict[str, Any] = {
+        "seed": seed,
+        "folder": str(check_source(source)),
+        "context": context,
+        "layers": layers,
+        "heads": 4,
+        "width": width,
+        "learning_rate": learning_rate,
+    }
+    if elastic:
+        elastic_job = make_elastic_job(ranks or 3, steps or 300, batch or 6, pause, told)
+        check_shape(elastic_job)
+        raise typer.Exit(ElasticDemo(elastic_job, prepare(out), Output(summary)).run())
+    job = demo_rank.Job(ranks=ranks or 2, steps=steps or 800, batch=batch or 16, **told)
     check_shape(job)
     raise typer.Exit(Demo(job, prepare(out), Output(summary)).run())
+
+
+def make_elastic_job(ranks: int, steps: int, batch: int, pause: float, told: dict[str, Any]) -> elastic_rank.Job:
+    """Who is killed depends on the seed; it is after a third, so that there is time to come in its place."""
+    if ranks < 2:
+        raise typer.BadParameter("with --elastic there must be 2 or more, so that others go on", param_hint="--ranks")
+    if steps < 3:
+        raise typer.BadParameter("with --elastic there must be 3 or more: one is killed between", param_hint="--steps")
+    return elastic_rank.Job(
+        ranks=ranks,
+        steps=steps,
+        batch=batch,
+        shards=max(ELASTIC_SHARDS, ranks),
+        kills=random.Random(told["seed"]).randrange(ranks),
+        kills_after=steps // 3,
+        pause=pause,
+        **told,
+    )
 
 
 def check_source(folder: Path) -> Path:
@@ -91,36 +126,18 @@ def prepare(out: Path) -> Path:
     return out
 
 
-class Demo:
+class Demo(DemoRun):
     """One run, seen from the process that started it."""
 
     def __init__(self, job: demo_rank.Job, out: Path, output: Output) -> None:
+        history = History(ranks=job.ranks, steps=job.steps, tokens_per_step=job.tokens_per_step)
+        super().__init__(history, out, output)
         self.job = job
-        self.out = out
-        self.output = output
-        self.history = History(ranks=job.ranks, steps=job.steps, tokens_per_step=job.tokens_per_step)
         self.parameters = 0
         self.sample = ""
         self.fingerprints: dict[int, str] = {}
-        self.console = output.console
-        self.began = time.monotonic()
 
-    def run(self) -> int:
-        """Returns the exit code."""
-        try:
-            with launch.interruptible():
-                self._train()
-                return self._finish()
-        except KeyboardInterrupt:
-            self._say(f"Stopped after step {len(self.history.steps)} of {self.job.steps}; all ranks have ended.")
-            self._say_written()
-            return INTERRUPTED
-        except RankFailed as failed:
-            self._say_failed(failed)
-            self._say_written()
-            return 1
-
-    def _train(self) -> None:
+    def train(self) -> None:
         with (
             (self.out / METRICS).open("w", encoding="utf-8", buffering=1) as metrics,
             Ranks(demo_rank.MODULE, [self.job.to_json()], ranks=self.job.ranks) as ranks,
@@ -144,7 +161,7 @@ class Demo:
                 if event == "step" and whole is not None:
                     display.update(self.history)
 
-    def _finish(self) -> int:
+    def finish(self) -> int:
         summary = summarize(
             self.history,
             parameters=self.parameters,
@@ -159,31 +176,12 @@ class Demo:
         return 0 if summary.identical else 1
 
     def _show(self, summary: Summary) -> None:
-        self._say("")
-        for name, value in summary.rows():
-            self.console.print(Text.assemble((f"   {name:<18}", "dim"), value))
-        self._say("\n   and this is what the model writes by now:\n")
-        for line in summary.sample.rstrip().splitlines():
-            self.console.print(Text(f"   {line}".rstrip(), style="cyan"), no_wrap=True, overflow="ellipsis")
-        self._say("")
+        self.show(summary.rows(), summary.sample)
         if summary.identical:
-            self._say(f"replicas identical: {summary.fingerprints[0]}", style="bold green")
+            self.say(f"replicas identical: {summary.fingerprints[0]}", style="bold green")
         else:
-            self._say(describe_difference(summary.fingerprints), style="bold red")
-        self._say_written()
-
-    def _say_failed(self, failed: RankFailed) -> None:
-        self._say(f"{failed}; the others were stopped.", style="bold red")
-        if failed.words:
-            self._say(f"Its last lines:\n{failed.words}")
-
-    def _say_written(self) -> None:
-        for name in (PICTURE, METRICS, SUMMARY):
-            if (self.out / name).exists():
-                self._say(f"wrote {self.out / name}")
-
-    def _say(self, line: str, style: str = "") -> None:
-        self.output.say(line, style)
+            self.say(describe_difference(summary.fingerprints), style="bold red")
+        self.say_written()
 
 
 def describe_difference(fingerprints: list[str]) -> str:

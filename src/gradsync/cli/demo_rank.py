@@ -10,6 +10,7 @@ import time
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,8 @@ MODULE = "gradsync.cli.demo_rank"
 VALIDATION_WINDOWS = 128
 SAMPLE_PROMPT = "def "
 SAMPLE_LENGTH = 220
+
+J = TypeVar("J", bound="Job")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +62,7 @@ class Job:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, line: str) -> Job:
+    def from_json(cls: type[J], line: str) -> J:
         return cls(**json.loads(line))
 
 

@@ -44,6 +44,9 @@ class Display(Protocol):
     def update(self, history: History) -> None:
         """Another step is complete."""
 
+    def note(self, line: str) -> None:
+        """Something has happened that stays to be seen."""
+
 
 def make_display(console: Console, *, ranks: int) -> Display:
     if console.is_terminal and not console.is_dumb_terminal:
@@ -82,6 +85,9 @@ class PlainDisplay:
             f"waiting {waiting_share(history.recent):>5.1%}   {duration(self._clock.left(history))} left"
         )
 
+    def note(self, line: str) -> None:
+        self._print(line)
+
     def _print(self, line: str) -> None:
         self._console.print(line, markup=False, soft_wrap=True)
         self._console.file.flush()
@@ -94,6 +100,8 @@ class LiveDisplay:
         self._ranks = ranks
         self._clock = Clock()
         self._title = f"{count(ranks, 'rank')}"
+        self._notes: list[str] = []
+        self._latest: History | None = None
         self._live = Live(self._starting(), console=console, refresh_per_second=8)
 
     def __enter__(self) -> LiveDisplay:
@@ -110,7 +118,13 @@ class LiveDisplay:
         self._title = f"{count(self._ranks, 'rank')} × {parameters:,} parameters"
 
     def update(self, history: History) -> None:
+        self._latest = history
         self._live.update(self._panel(self._running(history)))
+
+    def note(self, line: str) -> None:
+        self._notes.append(line)
+        if self._latest is not None:
+            self.update(self._latest)
 
     def _starting(self) -> RenderableType:
         return self._panel(Spinner("dots", f" starting {count(self._ranks, 'rank')}", style="cyan"))
@@ -146,7 +160,8 @@ class LiveDisplay:
             Text(f"{done:>{len(str(planned))}}/{planned}", style="dim"),
         )
         curve = sparkline(history.smoothed, planned=planned, width=WIDTH - 6)
-        return Group(figures, Text(), Text(curve, style="cyan"), Text(), bar)
+        notes = [Text(), *(Text(line) for line in self._notes)] if self._notes else []
+        return Group(figures, Text(), Text(curve, style="cyan"), Text(), bar, *notes)
 
 
 def _figure(before: str, value: str, after: str, style: str = "bold") -> Text:

@@ -55,11 +55,17 @@ class History:
 
         number = parts[0]["step"]
         if parts[0]["event"] == "validation":
-            self.validations.append(Validation(number, mean("loss")))
-            return self.validations[-1]
-        self.steps.append(Step(number, mean("loss"), mean("seconds"), mean("waited")))
-        self.smoothed.append(self._smooth(self.steps[-1].loss))
-        return self.steps[-1]
+            return self.validate(number, mean("loss"))
+        return self.append(Step(number, mean("loss"), mean("seconds"), mean("waited")))
+
+    def validate(self, step: int, loss: float) -> Validation:
+        self.validations.append(Validation(step, loss))
+        return self.validations[-1]
+
+    def append(self, step: Step) -> Step:
+        self.steps.append(step)
+        self.smoothed.append(self._smooth(step.loss))
+        return step
 
     def _smooth(self, loss: float) -> float:
         """An exponential mean over about a fifth of the past, at most 20 steps: it follows the steep

@@ -33,7 +33,7 @@ def draw(history: History, *, parameters: int, path: Path) -> None:
         pad=12,
     )
     for axes in (loss, waiting):
-        _style(axes)
+        quiet_axes(axes)
     figure.savefig(path, facecolor="white")
 
 
@@ -71,7 +71,8 @@ def _draw_waiting(axes: Any, history: History) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 5, 10], integer=True))
 
 
-def _style(axes: Any) -> None:
+def quiet_axes(axes: Any) -> None:
+    """Lines for reading off values, and nothing else."""
     axes.grid(axis="y", color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.margins(x=0.01)

@@ -1,6 +1,7 @@
 """What a rank tells the process that started it: JSON objects, one a line, through an inherited pipe.
 
-A pipe of its own, because anything may print to standard output.
+A pipe of its own, because anything may print to standard output. Ranks of `gradsync run --elastic`, which come and go
+and inherit nothing, have one with a name (`launched.py`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-FD_VARIABLE = "GRADSYNC_REPORT_FD"  # set by launch.py for each rank, read only by `reporting`
+# Set by launch.py or launched.py for each rank, read only by `reporting`.
+FD_VARIABLE, PATH_VARIABLE = "GRADSYNC_REPORT_FD", "GRADSYNC_REPORT_PATH"
 FAILED = "failed"
 
 Record = dict[str, Any]
@@ -61,7 +63,8 @@ def reporting() -> Iterator[Reporter]:
     the first to have ended. The time of the report tells cause from consequence. For the same reason the
     process leaves at once: tearing down a broken process group can take long.
     """
-    reporter = Reporter(int(os.environ[FD_VARIABLE]))
+    path = os.environ.get(PATH_VARIABLE)
+    reporter = Reporter(os.open(path, os.O_WRONLY) if path else int(os.environ[FD_VARIABLE]))
     try:
         yield reporter
     except BaseException as error:
