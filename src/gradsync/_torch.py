@@ -405,6 +405,13 @@ def knows(group: dist.ProcessGroup) -> bool:
     return group in distributed_c10d._world.pg_map
 
 
+def forget_failed_group() -> None:
+    """If the default group could not be made, nothing is left of it (2.13: but a number: the next one would go by
+    another name than on ranks where the same has not happened, and they would wait for each other)."""
+    if not dist.is_initialized():
+        distributed_c10d._world.group_count = 0
+
+
 def ranks_of(group: dist.ProcessGroup) -> list[int]:
     """Its ranks in the world; of a group that c10d does not know, something that only the same group has."""
     try:

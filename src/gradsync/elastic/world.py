@@ -63,6 +63,7 @@ _shows = _shows_plainly = sys.excepthook
 
 
 def end() -> None:
-    """The one before."""
+    """The one before, or what is left of it if it could not be made."""
     if dist.is_initialized():
         dist.destroy_process_group()
+    _torch.forget_failed_group()
