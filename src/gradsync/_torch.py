@@ -405,6 +405,12 @@ def knows(group: dist.ProcessGroup) -> bool:
     return group in distributed_c10d._world.pg_map
 
 
+def count_groups_anew() -> None:
+    """Where ranks meet is named by how many groups a process has made (2.13), those too that came to nothing. Only
+    while there is none; torch does so itself when the default group is destroyed."""
+    distributed_c10d._world.group_count = 0
+
+
 def ranks_of(group: dist.ProcessGroup) -> list[int]:
     """Its ranks in the world; of a group that c10d does not know, something that only the same group has."""
     try:

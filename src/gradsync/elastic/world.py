@@ -66,3 +66,5 @@ def end() -> None:
     """The one before."""
     if dist.is_initialized():
         dist.destroy_process_group()
+    else:  # or one was begun, which other ranks of the next epoch know nothing of
+        _torch.count_groups_anew()
