@@ -27,7 +27,7 @@ from tests.elastic.planted import FOLDER, HOST, PLAN, STEPS, mark
 SCRIPT = Path(__file__).with_name("script.py")
 ROOT = Path(__file__).parents[2]
 _LOOK_SECONDS = 0.02
-_QUIET_SECONDS = 60.0  # on an idle machine: where nothing happens for so long, it hangs
+_QUIET_SECONDS = 40.0  # on an idle machine: where nothing happens for so long, it hangs
 _LONGEST_STOP = 2.0
 _PORT = 29_600  # on hosts of our own
 Record = dict[str, Any]

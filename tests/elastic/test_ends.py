@@ -96,6 +96,15 @@ def test_the_host_that_leads_is_lost(hosts: Sequence[Host], right: Result, tmp_p
     assert all(one["resumed"] for one in again.ends)
 
 
+def test_a_launcher_is_lost_and_its_ranks_live(hosts: Sequence[Host], right: Result) -> None:
+    """They leave by themselves, and nobody waits for them, though their connections are there."""
+    lost = Fault(number=0, kind=Kind.LAUNCHER, phase=Phase.ANY, host=1, ranks=4, wait=3)
+    result = do(Plan("process_group", STEPS, faults=[lost], hosts=hosts))
+    assert not result.wrong(right), result.said
+    assert "host 1 is lost, with 2 ranks" in result.said
+    assert "training can't go on: the launcher of this host (gradsync run --elastic) is gone" in result.said
+
+
 @pytest.mark.parametrize("phase", [Phase.BETWEEN, Phase.BACKWARD])
 def test_an_exit_with_a_code_is_a_loss_and_not_the_end_of_training(phase: Phase, right: Result) -> None:
     """For Python, `sys.exit(3)` is an end like any other; to leave the loop by `break` would end training for all."""

@@ -70,7 +70,7 @@ class Control:
         self._news = threading.Condition()
         self._epoch: Epoch | Over | None = None  # told, and not yet begun
         self._now = 0  # the number of the epoch that this rank is in
-        self._lost: tuple[int, str] | None = None  # a rank of it
+        self._lost: tuple[int, str, int] | None = None  # a rank of it: in which epoch, how, which
         self._step = 0  # in which this rank is
         self._most: int | None = None  # while others want to join: the last step that it may begin untold
         self._ends_before: int | None = None
@@ -141,6 +141,11 @@ class Control:
         if self._gone:
             raise ElasticError(f"rank {rank}: the launcher of this host (gradsync run --elastic) is gone.")
 
+    @property
+    def lost(self) -> tuple[int, str] | None:
+        """A rank of the epoch that is, and how."""
+        return None if self._lost is None else (self._lost[2], self._lost[1])
+
     def has_lost(self, seconds: float) -> bool:
         """Whether a rank of the epoch is lost; news may take so long."""
         with self._news:
@@ -176,7 +181,7 @@ class Control:
                 case "give up" | "refused":
                     self._epoch = Over(str(message["why"]), bool(message.get("checkpoint")))
                 case "lost":
-                    self._lost = int(message["epoch"]), str(message["how"])
+                    self._lost = int(message["epoch"]), str(message["how"]), int(message["rank"])
                 case "hold":
                     self._most = self._step + 1
                     self._channel.send({"is": "at", "step": self._step})

@@ -161,6 +161,7 @@ class Elastic:
                         continue
                     break
                 if self._control is not None and not self._control.may_begin(self.step):
+                    self._tell_of_loss(self._control.lost)
                     self._epoch = None
                     continue
                 step = Step(self, self.step, course.epoch(self.step), course.batches(self.step))
@@ -171,6 +172,14 @@ class Elastic:
         finally:
             if not ended and self._control is not None:  # left by break, or by an exception
                 atexit.register(self._finish_at_exit, course)
+
+    def _tell_of_loss(self, lost: tuple[int, str] | None) -> None:
+        """Others may be in a round, wait for this rank, and see nothing: ranks live on whose launcher is lost."""
+        if lost is None:
+            return
+        for watch in {engine.transport.watch for engine in self._engines}:
+            if watch is not None and watch.lost is None:
+                watch.give_up(f"it has heard that a rank is lost: {lost[1]}", [lost[0]])
 
     def _last(self, course: Course) -> int:
         """The number of steps after which training is finished: for all, if one rank has left the loop."""
