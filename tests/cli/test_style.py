@@ -96,6 +96,7 @@ TABLE = [
     benchmark("engine", "--parameters 15", "multiples of 10", f"--rounds 100000 --parameters 20 {PICTURE}"),
     benchmark("watch", "--ranks 1", "'--ranks'", "--repetitions 100000"),
     benchmark("records", "--ranks 1", "'--ranks'", "--repetitions 100000"),
+    benchmark("elastic", "--tracks pigeons", "pigeons: not one of", f"--tracks shared_memory --layers 1 {PICTURE}"),
     benchmark("shards", "--ranks 1", "'--ranks'", "--repetitions 100000"),
 ]
 WAIT = """\
