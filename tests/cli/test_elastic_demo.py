@@ -127,8 +127,8 @@ def test_launcher_and_ranks_end_with_the_command_however_it_ends(endings: Ending
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        ("--ranks 1", "'--ranks': with --elastic there must be 2 or more"),
-        ("--steps 2", "'--steps': with --elastic there must be 3 or more"),
+        ("--ranks 1", "--ranks: with --elastic there must be 2 or more"),
+        ("--steps 2", "--steps: with --elastic there must be 3 or more"),
         ("--width 18", "not a multiple"),
     ],
 )
