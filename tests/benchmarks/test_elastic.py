@@ -117,5 +117,7 @@ def test_a_run(tmp_path: Path) -> None:
     assert [point["step"] for point in track["points"]] == list(range(len(track["points"])))
     assert track["points"][-1]["loss"] < track["points"][0]["loss"]
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert re.search(r"shared memory, 3 ranks +1 +\d\.\d\d s +-?\d+\.\d\d s \(-?\d", done.output), done.output
+    figures = r"\d\.\d\d +\d\.\d\d \(\d\.\d\d\) +-?\d+\.\d\d \(-?\d"
+    assert re.search(rf"shared memory, 3 ranks +1 +{figures}", done.output), done.output
+    assert "…" not in done.output
     assert wait_until(lambda: not any(map(kernel.is_running, kernel.children(os.getpid()) - before)), 5)
