@@ -43,6 +43,7 @@ bench: $(VENV)/.bench ## speed, bandwidth, memory and the engine's own cost, aga
 	$(BIN)/python -m benchmarks engine
 	$(BIN)/python -m benchmarks watch
 	$(BIN)/python -m benchmarks shards
+	$(BIN)/python -m benchmarks elastic
 	$(BIN)/python -m benchmarks records
 
 conformance: $(VENV)/.test ## torch's own DistributedDataParallel tests against ours
@@ -84,7 +85,8 @@ $(VENV)/.docs: $(VENV)/.test
 	$(BIN)/pip install --quiet -e '.[cli,dev,docs]'
 	@touch $@
 
-# MPI is a rival, not a need: where there is no wheel of it, the benchmark shows it as absent.
+# MPI and torchft are rivals, not needs: where there is no wheel of one, the benchmark shows it as absent.
 $(VENV)/.bench: $(VENV)/.demo
 	$(BIN)/pip install --quiet -e '.[cli,bench]' || echo "MPI can't be installed here: measuring without it" >&2
+	$(BIN)/pip install --quiet -e '.[cli,bench-elastic]' || echo "torchft can't be installed here: measuring without it" >&2
 	@touch $@

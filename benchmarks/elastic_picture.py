@@ -47,6 +47,6 @@ def _draw_track(loss: Any, ranks: Any, track: ElasticTrack) -> None:
     loss.set_title(track.name, loc="left", color=INK, fontsize=11, pad=8)
     loss.set_ylabel("loss", color=QUIET)
     loss.tick_params(labelbottom=False)
-    loss.legend(frameon=False, labelcolor=INK, fontsize=9, loc="upper right", ncols=3)
+    loss.legend(labelcolor=INK, fontsize=9, loc="upper right", ncols=3, framealpha=0.9, edgecolor="none")
     ranks.set_ylabel("ranks", color=QUIET)
     ranks.set_xlabel("seconds", color=QUIET)

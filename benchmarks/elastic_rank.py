@@ -59,7 +59,7 @@ def train(job: Job, folder: Path, report: Reporter) -> None:
         return [data.of(step, shard) for shard in training.shards.mine]
 
     for step in training.steps(batches, steps=ENDLESS):
-        losses = []
+        began, losses = time.monotonic(), []
         with step:
             for batch in step:
                 loss = next_character_loss(model, batch)
@@ -68,7 +68,7 @@ def train(job: Job, folder: Path, report: Reporter) -> None:
             optimizer.step()
             optimizer.zero_grad()
         if training.step > step.number:
-            who = {"pid": os.getpid(), "rank": training.rank, "ranks": training.ranks}
+            who = {"pid": os.getpid(), "rank": training.rank, "ranks": training.ranks, "began": began}
             report.send("step", at=time.monotonic(), step=step.number, loss=sum(losses) / len(losses), **who)
         else:
             report.send("lost", at=time.monotonic(), pid=os.getpid())

@@ -24,20 +24,21 @@ class Figure:
 
 
 FIGURES = (
+    Figure(name="begun\nagain (s)", of=lambda one: one.began, limits={}, unit=" s"),
     Figure(
-        name="next step,\nbeyond one",
+        name="next step,\nbeyond\none (s)",
         of=lambda one: one.beyond,
         limits={"shared_memory": 0.3, "process_group": 0.3, "hosts": 2.0},
         unit=" s",
     ),
     Figure(
-        name="new rank\nin step",
+        name="new rank\nin step\n(s)",
         of=lambda one: one.joined,
         limits={"shared_memory": 2.0, "process_group": 2.0, "hosts": 2.0},
         unit=" s",
     ),
     Figure(
-        name="others lose\n(steps)",
+        name="others\nlose\n(steps)",
         of=lambda one: one.lost,
         limits={"shared_memory": 2.0, "process_group": 2.0, "hosts": 2.0},
         unit="",
@@ -118,7 +119,7 @@ def targets_of(result: ElasticResult) -> list[Target]:
     """For medians."""
     return [
         Target(
-            name=f"{track.name}: {' '.join(figure.name.split())}",
+            name=f"{track.name}: {' '.join(figure.name.replace(' (s)', '').split())}",
             value=median(values) if (values := track.values(figure)) else None,
             limit=figure.limits[track.key],
             unit=figure.unit,

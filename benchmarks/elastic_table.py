@@ -15,6 +15,7 @@ from benchmarks.tables import OURS_STYLE, QUIET_STYLE, make_table, target_table
 from gradsync.cli.display import count
 
 ABOUT = """\
+begun      from the kill until the others have all begun their next step
 next step  from the kill until the others have all finished their next step, less such a step
 new rank   from its coming to training.steps() until it has finished its first step
 lose       what the others were slower meanwhile than without it"""
@@ -29,9 +30,9 @@ def parts(result: ElasticResult) -> Iterator[RenderableType]:
 
 def table(result: ElasticResult) -> Table:
     title = f"The GPT, a step of {count(result.shards, 'shard')}: kill -9 of a rank; median (slowest)"
-    made = make_table(title, "kills", "a step", *(figure.name for figure in FIGURES))
+    made = make_table(title, "kills", "a step\n(s)", *(figure.name for figure in FIGURES))
     for track in result.tracks:
-        seconds = f"{spread(track.seconds).median:.2f} s" if track.seconds else ""
+        seconds = f"{spread(track.seconds).median:.2f}" if track.seconds else ""
         cells = (cell(track, figure) for figure in FIGURES)
         style = "" if track.key == "torchft" else OURS_STYLE
         made.add_row(f"  {track.name}", str(len(track.recoveries)), seconds, *cells, style=style)
@@ -40,4 +41,4 @@ def table(result: ElasticResult) -> Table:
 
 def cell(track: ElasticTrack, figure: Figure) -> str:
     values = track.values(figure)
-    return f"{median(values):.2f}{figure.unit} ({max(values):.2f})" if values else ""
+    return f"{median(values):.2f} ({max(values):.2f})" if values else ""

@@ -56,7 +56,7 @@ class Killer:
         return False
 
     def _step(self, record: Record) -> bool:
-        step = Step(**{name: record[name] for name in ("at", "pid", "rank", "ranks", "step", "loss")})
+        step = Step(**{name: record[name] for name in ("began", "at", "pid", "rank", "ranks", "step", "loss")})
         self.seen.steps.append(step)
         if step.ranks < self._ranks:
             self._calm.clear()

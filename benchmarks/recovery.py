@@ -12,8 +12,9 @@ from benchmarks.ratios import spread
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One rank has finished it. `at` is of the clock that all processes of a machine have in common."""
+    """One rank has finished it, `at` a time of the clock that all processes of a machine have in common."""
 
+    began: float
     at: float
     pid: int
     rank: int
@@ -54,6 +55,8 @@ class Recovery:
     rank: int
     noticed: float | None
     """Seconds from the kill until the last one who was in the same step has taken it back; None: nobody had to."""
+    began: float
+    """Seconds from the kill until the last of the others has begun the step that they all finish next."""
     went_on: float
     """Seconds from the kill until the others have all finished their next step."""
     beyond: float
@@ -101,7 +104,7 @@ def recovery(
     short = finishes([one for one in mine if one.ranks < all_ranks and one.step < first.step and one.pid not in came])
     if not short:
         return None
-    next_at = next(iter(short.values()))
+    next_step, next_at = next(iter(short.items()))
     theirs = durations(short) or [usual]
     came_at = came[first.pid]
     joined_at = finishes([one for one in mine if one.step == first.step])[first.step]
@@ -112,6 +115,7 @@ def recovery(
         at=kill.at,
         rank=kill.rank,
         noticed=max((one.at - kill.at for one in lost if kill.at < one.at < next_at), default=None),
+        began=max(one.began for one in mine if one.step == next_step and one.ranks < all_ranks) - kill.at,
         went_on=next_at - kill.at,
         beyond=next_at - kill.at - median(theirs),
         ready=came_at - kill.at,

@@ -97,6 +97,7 @@ TABLE = [
     benchmark("watch", "--ranks 1", "'--ranks'", "--repetitions 100000"),
     benchmark("records", "--ranks 1", "'--ranks'", "--repetitions 100000"),
     benchmark("shards", "--ranks 0", "'--ranks'", "--repetitions 100000"),
+    benchmark("elastic", "--tracks pigeons", "pigeons: not one of", f"--tracks shared_memory --layers 1 {PICTURE}"),
 ]
 WAIT = """\
 import os, time

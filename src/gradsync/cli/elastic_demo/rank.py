@@ -30,7 +30,7 @@ class Job(demo_rank.Job):
     kills_after: int
     """The step."""
     pause: float = 0.0
-    """Seconds behind each step, of a run that is disturbed: where steps are shorter than a rank takes to begin."""
+    """Seconds behind each step while a rank is missing, so that there are steps left when another one has come."""
 
     @property
     def tokens_per_step(self) -> int:
@@ -95,7 +95,8 @@ def train(job: Job, folder: Path, report: Reporter) -> None:
                 waited=gradsync.statistics(model).waited_seconds - waited,
                 at=time.monotonic(),
             )
-        time.sleep(job.pause)
+        if training.ranks < job.ranks:
+            time.sleep(job.pause)
 
     report.send("fingerprint", rank=training.rank, value=gradsync.fingerprint(model))
     if training.rank == 0:
