@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import hashlib
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -27,6 +28,8 @@ from gradsync.replica import engines_in, move_engine
 
 # The launcher knows of a death at once; what a rank sees of it may come before.
 _NEWS_SECONDS = 2.0
+# And the other way round: the end of a process is seen by all ranks that are connected to it.
+_SEEN_SECONDS = 0.3
 
 
 class Step:
@@ -177,7 +180,10 @@ class Elastic:
         """Others may be in a round, wait for this rank, and see nothing: ranks live on whose launcher is lost."""
         if lost is None:
             return
+        until = time.monotonic() + _SEEN_SECONDS
         for watch in {engine.transport.watch for engine in self._engines}:
+            while watch is not None and watch.lost is None and time.monotonic() < until:
+                time.sleep(0.002)
             if watch is not None and watch.lost is None:
                 watch.give_up(f"it has heard that a rank is lost: {lost[1]}", [lost[0]])
 
