@@ -188,7 +188,7 @@ def test_scripts_that_end_otherwise(tmp_path: Path, text: str, status: int, show
         (["nowhere.py"], "can't open nowhere.py: there is no such file"),
         (["-m", "nowhere.at_all"], "there is no module named nowhere"),
         (["--ranks", "0", "x.py"], "--ranks must be 1 or more, but is 0"),
-        (["--ranks", "two", "x.py"], "argument --ranks: invalid int value: 'two'"),
+        (["--ranks", "two", "x.py"], "--ranks must be a number, or LEAST:MOST with --elastic, but is two"),
         (["--ranks", "2", "--nproc-per-node", "2", "x.py"], "leave out --nproc-per-node, or --ranks"),
         (["--no-such-option", "x.py"], "--no-such-option"),
         (["--trace", "out", "--steps", "20", "x.py"], "--steps must be two numbers of rounds, as in 20:25"),

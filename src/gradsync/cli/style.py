@@ -74,7 +74,7 @@ class Command(TyperCommand):
             return super().parse_args(ctx, spell_out_json(args))
         except _Refused as error:
             if getattr(error, "ctx", None) is None:  # of an option without its value, nobody says whose it is
-                error.ctx = ctx  # type: ignore[attr-defined]
+                vars(error)["ctx"] = ctx
             raise
 
 

@@ -40,6 +40,8 @@ class Step:
         self.number, self.epoch = number, epoch
         """Counted from 0 over the whole training; `epoch`: how often the data were gone through before."""
         self.is_over = False
+        self.is_done = False
+        """Behind the block: whether it counts. If not, it was taken back, and comes again."""
 
     def __enter__(self) -> Step:
         self._training.step_begins(self)
@@ -58,6 +60,7 @@ class Step:
         self.is_over = True
         if error is None:
             self._training.step_ended(self)
+            self.is_done = True
             return False
         return self._training.step_failed(self, error)
 
