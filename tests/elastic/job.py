@@ -152,6 +152,7 @@ class _Job:
         self._outside = [one for one in plan.faults if one.is_outside]
         self._due: tuple[float, Fault] | None = None
         self._again: list[tuple[float, int]] = []
+        self._started_again: dict[int, float] = {}
         (folder / PLAN).write_text(json.dumps([one.to_json() for one in plan.faults]))
 
     def run(self) -> Result:
@@ -212,7 +213,19 @@ class _Job:
             if one.poll() is not None:
                 self._codes.append(one.returncode)
                 del self._launchers[host]
+        if 0 not in self._launchers:
+            self._end_late()
         return not self._launchers
+
+    def _end_late(self) -> None:
+        """Who was started again, and has met nobody before all was over."""
+        for host, one in list(self._launchers.items()):
+            if host in self._started_again and not any(
+                path.stat().st_mtime > self._started_again[host] for path in self._folder.glob(f"born.{host}.*")
+            ):
+                one.kill()
+                one.wait()
+                del self._launchers[host]
 
     def _end(self) -> None:
         for one in self._launchers.values():
@@ -255,6 +268,7 @@ class _Job:
         for due, host in self._again:
             if now > due and 0 in self._launchers:  # else there is nobody to join
                 self._launch(host)
+                self._started_again[host] = time.time()
         self._again = [(due, host) for due, host in self._again if now <= due]
         if self._due is None and self._outside:
             fault = self._outside[0]

@@ -167,7 +167,8 @@ class Elastic:
                         continue
                     break
                 if self._control is not None and not self._control.may_begin(self.step):
-                    self._tell_of_loss(self._control.lost)
+                    if (lost := self._control.lost) is not None:
+                        self._tell_of_loss(lost[1], [lost[0]])
                     self._epoch = None
                     continue
                 step = Step(self, self.step, course.epoch(self.step), course.batches(self.step))
@@ -179,16 +180,15 @@ class Elastic:
             if not ended and self._control is not None:  # left by break, or by an exception
                 atexit.register(self._finish_at_exit, course)
 
-    def _tell_of_loss(self, lost: tuple[int, str] | None) -> None:
-        """Others may be in a round, wait for this rank, and see nothing: ranks live on whose launcher is lost."""
-        if lost is None:
-            return
+    def _tell_of_loss(self, how: str, ranks: Sequence[int]) -> None:
+        """Others may be in a round, wait for this rank, and see nothing: ranks live on whose launcher is lost; and one
+        that has left by sys.exit is missed at once by its neighbors only."""
         until = time.monotonic() + _SEEN_SECONDS
         for watch in {engine.transport.watch for engine in self._engines}:
             while watch is not None and watch.lost is None and time.monotonic() < until:
                 time.sleep(0.002)
             if watch is not None and watch.lost is None:
-                watch.give_up(f"it has heard that a rank is lost: {lost[1]}", [lost[0]])
+                watch.give_up(f"it has heard that a rank is lost: {how}", ranks)
 
     def _last(self, course: Course) -> int:
         """The number of steps after which training is finished: for all, if one rank has left the loop."""
@@ -258,6 +258,8 @@ class Elastic:
             self._blamed = error.ranks
         elif not self._control.has_lost(_NEWS_SECONDS):
             return False
+        lost = self._control.lost
+        self._tell_of_loss(lost[1] if lost else str(error), [lost[0]] if lost else self._blamed)
         self._take_back(step.number)
         return True
 
