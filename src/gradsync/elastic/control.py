@@ -119,6 +119,11 @@ class Control:
             said = {"is": "ready", "step": step, "whole": whole, "finished": finished, "model": model}
             self._channel.send({**said, "blamed": blamed or []})
 
+    def fails(self, how: str) -> None:
+        """This rank leaves, by an exception of its own: the others need not wait for its process to end."""
+        with self._news:
+            self._channel.send({"is": "failed", "how": how})
+
     def may_begin(self, step: int) -> bool:
         """Before a step: whether this rank goes on with it, or leaves the epoch. May wait until that is known."""
         with self._news:

@@ -52,6 +52,12 @@ class _Process:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)  # not reaped yet: the number is still its own
 
+    failure: str = ""
+    """Why it has left, by its own words; its process ends in a moment."""
+
+    def fails(self, how: str) -> None:
+        self.failure = how
+
     def comes(self) -> None:
         self.came = True
 
@@ -188,7 +194,10 @@ class Host:
                 self.selector.unregister(one.channel.socket)
             return
         for message in messages:
-            if message.get("is") in ("ready", "at"):
+            if message.get("is") == "failed":
+                one.fails(f"it raised {message.get('how')}")
+                self.report({"is": "died", "name": one.name, "how": one.failure})
+            elif message.get("is") in ("ready", "at"):
                 one.comes()
                 self._any_came = True
                 self.report({**message, "name": one.name})
@@ -199,7 +208,9 @@ class Host:
         code = one.process.wait()
         self._forget(one)
         how = "it has ended" if code == 0 else f"exit code {code}" if code > 0 else f"killed by {_signal(-code)}"
-        self.report({"is": "died", "name": one.name, "how": how})
+        if not one.failure:
+            self.report({"is": "died", "name": one.name, "how": how})
+        how = one.failure or how
         if self.over:
             self.failed = self.failed or (code != 0 and not one.is_ended_here)
             return

@@ -6,6 +6,7 @@ import atexit
 import hashlib
 import os
 import time
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -30,6 +31,9 @@ from gradsync.replica import engines_in, move_engine
 _NEWS_SECONDS = 2.0
 # And the other way round: the end of a process is seen by all ranks that are connected to it.
 _SEEN_SECONDS = 0.3
+_SHOWN = 500  # characters of an exception
+# Whose errors may be those of ranks that are gone.
+_OF_OTHERS = (f"{os.sep}torch{os.sep}distributed{os.sep}", f"{os.sep}gradsync{os.sep}")
 
 
 class Step:
@@ -63,6 +67,14 @@ class Step:
             self.is_done = True
             return False
         return self._training.step_failed(self, error)
+
+
+def _may_come_of_others(error: BaseException) -> bool:
+    """An exception of the user's own code does not."""
+    if not isinstance(error, Exception):
+        return False
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return any(mark in file for file in files[-2:] for mark in _OF_OTHERS)  # where it was raised
 
 
 class Elastic:
@@ -112,7 +124,7 @@ class Elastic:
         self._course: Course | None = None
         self._epoch: Epoch | None = None
         self._over = False
-        self._exits = False  # by sys.exit, in a step
+        self._has_left = False  # by an exception of its own, in a step
         self._is_fresh = True  # nothing was trained or loaded yet
         self._is_whole = True
         self._small: dict[str, Any] = {}
@@ -173,6 +185,11 @@ class Elastic:
                     continue
                 step = Step(self, self.step, course.epoch(self.step), course.batches(self.step))
                 yield step
+                if self._has_left:
+                    raise ElasticError(
+                        f"rank {self.rank}: step {step.number} has failed here, and the other ranks go on without this "
+                        "one: let its exception end the script. A new rank comes in its place."
+                    )
                 if not step.is_over:
                     self.check_begun(step)
             ended = True
@@ -204,7 +221,7 @@ class Elastic:
         return self._over
 
     def _finish_at_exit(self, course: Course) -> None:
-        if self._exits or has_failed():
+        if self._has_left or has_failed():
             return
         while not self._over and not self._finish(course):
             pass
@@ -251,12 +268,13 @@ class Elastic:
     def step_failed(self, step: Step, error: BaseException) -> bool:
         """Whether it is made again: not if it has failed for a reason of its own."""
         self._current = None
-        self._exits = isinstance(error, SystemExit)
-        if self._control is None or not isinstance(error, Exception):
+        if self._control is None:
             return False
         if isinstance(error, (ReplicaLostError, RoundTimeoutError)):
             self._blamed = error.ranks
-        elif not self._control.has_lost(_NEWS_SECONDS):
+        elif not _may_come_of_others(error) or not self._control.has_lost(_NEWS_SECONDS):
+            self._has_left = True
+            self._control.fails(f"{type(error).__name__}: {error}"[:_SHOWN])
             return False
         lost = self._control.lost
         self._tell_of_loss(lost[1] if lost else str(error), [lost[0]] if lost else self._blamed)

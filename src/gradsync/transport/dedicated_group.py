@@ -7,6 +7,7 @@ collectives in its own backward, may start theirs in different orders on differe
 from __future__ import annotations
 
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Collection
@@ -28,6 +29,8 @@ LATER = 5.0
 _CONNECT_SECONDS, _CONNECT_SECONDS_A_RANK = 7.5, 0.02
 # How long news of a loss may take.
 _NEWS_SECONDS = 2.0
+# As a rule it takes a millisecond.
+_FREE_SECONDS = 0.25
 # Unfinished work beyond this is looked through: some may belong to rounds that were given up.
 _MANY = 256
 # Groups of a kind that c10d can't make twice under the same name, once their replica is gone: for the next one.
@@ -76,6 +79,17 @@ class Connections:
             _spare[carrier.group_name] = carrier
         elif any(not work.is_completed() for work in self._unfinished):
             _torch.break_off(carrier)
+            held = [carrier]
+            del carrier
+            _free_aside(held)
+
+
+def _free_aside(held: list[Any]) -> None:
+    """Drops the last reference to a gloo backend that was broken off, in a thread. (2.13: now and then, after a rank was
+    killed, a send to another one stays under way all the same, and gloo waits for it.)"""
+    thread = threading.Thread(target=held.clear, name="gradsync-free", daemon=True)
+    thread.start()
+    thread.join(_FREE_SECONDS)
 
 
 def connect(
