@@ -85,7 +85,7 @@ class Connections:
 
 
 def _free_aside(held: list[Any]) -> None:
-    """Drops the last reference to a gloo backend that was broken off, in a thread. (2.13: now and then, after a rank was
+    """Drops the last reference to a gloo backend that was broken off, in a thread. (2.13: now and then, when a rank was
     killed, a send to another one stays under way all the same, and gloo waits for it.)"""
     thread = threading.Thread(target=held.clear, name="gradsync-free", daemon=True)
     thread.start()
