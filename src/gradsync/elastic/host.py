@@ -16,6 +16,9 @@ from gradsync.elastic.control import LINE, MOST, STORE
 from gradsync.watch.wire import Channel, Message
 
 _GRACE_SECONDS = 10.0
+# A rank in the place of one that has died starts so much later: its imports would take the cores from the others, who
+# have a step to make again.
+_AGAIN_SECONDS = 1.0
 
 
 @dataclass
@@ -97,7 +100,7 @@ class Host:
     _starts: dict[int, int] = field(default_factory=dict)
     _any_came: bool = False
     _kill_at: float | None = None
-    _to_start: list[int] = field(default_factory=list)  # slots
+    _to_start: list[tuple[int, float]] = field(default_factory=list)  # slots, and when
 
     def start(self) -> None:
         for slot in range(self.plan.slots):
@@ -141,9 +144,11 @@ class Host:
 
     def tick(self) -> None:
         """Now and then."""
-        starts, self._to_start = self._to_start, []
-        for slot in starts if not self.over else ():
-            self._start(slot)
+        now, waiting = time.monotonic(), self._to_start
+        self._to_start = [(slot, at) for slot, at in waiting if at > now and not self.over]
+        for slot, at in waiting if not self.over else ():
+            if at <= now:
+                self._start(slot)
         for one in self._here.values():
             if one.channel.has_more_to_send:
                 one.channel.flush()
@@ -228,7 +233,7 @@ class Host:
             self.say(
                 f"a rank has died ({how}), and is started again ({restarts + 1} of {self.plan.max_restarts} times)"
             )
-            self._to_start.append(one.slot)  # once the others know what has happened
+            self._to_start.append((one.slot, time.monotonic() + _AGAIN_SECONDS))
 
     def _forget(self, one: _Process) -> None:
         del self._here[one.name]
