@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
 
 from gradsync._torch import Store
@@ -51,18 +51,24 @@ def launch(job: Job) -> int:
         sys.stderr.write(f"{job.prog}: {text}\n")
         sys.stderr.flush()
 
-    with selectors.DefaultSelector() as selector, _signals() as heard:
-        store, where = _store(job)
+    with selectors.DefaultSelector() as selector:
+        try:
+            store, where = _store(job)
+            number = store.add(f"{_PREFIX}/hosts", 1) - 1
+            leads = job.meeting is None or number == 0
+            make = _Leading if leads else _Following
+            side = make(job, store, number, selector, say)
+        except (RendezvousConnectionError, dist.DistError, OSError) as error:
+            where = "" if job.meeting is None else f" at {job.meeting.endpoint}"
+            say(f"the hosts can't meet{where}: {str(error).splitlines()[0]}")
+            return 1
         plan = Plan(job.command, job.ranks_here, job.most, where, job.max_restarts)
-        number = store.add(f"{_PREFIX}/hosts", 1) - 1
-        leads = job.meeting is None or number == 0
-        make = _Leading if leads else _Following
-        side = make(job, store, number, selector, say)
         host = Host(number, plan, side.hear, say, selector)
         side.take(host)
         try:
-            host.start()
-            code = _loop(host, side, selector, heard)
+            with _signals() as heard:
+                host.start()
+                code = _loop(host, side, selector, heard)
         finally:
             host.close()
         if code:
