@@ -217,7 +217,7 @@ class Host:
             self.report({"is": "died", "name": one.name, "how": how})
         how = one.failure or how
         if self.over:
-            self.failed = self.failed or (code != 0 and not one.is_ended_here)
+            self.failed = self.failed or (code != 0 and not one.is_ended_here and not one.failure)
             return
         restarts = self._starts[one.slot] - 1
         if code > 0 and not self._any_came:
