@@ -157,6 +157,20 @@ def test_in_the_loop(loop: Callable[[gradsync.Elastic, nn.Module], None], text: 
 
 
 @on_ranks(2)
+def test_behind_the_loop_the_model_is_anybodys() -> None:
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    training = training_of(model, optimizer)
+    for step in training.steps(batches(training), steps=1):
+        with step:
+            for x in step:
+                model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.optim.Adam(model.parameters()).step()
+
+
+@on_ranks(2)
 def test_a_training_goes_on_from_its_state(tmp_path: Any) -> None:
     """Without the launcher too; and `resume` says whether there was a checkpoint."""
 

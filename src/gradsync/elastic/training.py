@@ -130,7 +130,6 @@ class Elastic:
         self._small: dict[str, Any] = {}
         self._current: Step | None = None
         self._blamed: list[int] = []
-        register_optimizer_step_pre_hook(self._optimizer_steps)
         self._hear_of_losses(False)
 
     @property
@@ -168,6 +167,7 @@ class Elastic:
 
     def _steps(self, course: Course) -> Iterator[Step]:
         ended = False
+        hook = register_optimizer_step_pre_hook(self._optimizer_steps)
         try:
             while True:
                 if self._control is not None and self._epoch is None:
@@ -194,6 +194,7 @@ class Elastic:
                     self.check_begun(step)
             ended = True
         finally:
+            hook.remove()
             if not ended and self._control is not None:  # left by break, or by an exception
                 atexit.register(self._finish_at_exit, course)
 
@@ -303,8 +304,6 @@ class Elastic:
         if any(optimizer is one for one in self._optimizers):
             if self._current is not None:
                 self._is_whole = False
-            return
-        if self._course is None or self._over:
             return
         trained = {id(one): name for module in self._modules for name, one in module.named_parameters()}
         for group in optimizer.param_groups:
