@@ -128,7 +128,8 @@ def call(module: Callable[..., Any], forward: Callable[..., Any], args: Any, kwa
     From a frame that is not traced it makes none of what lies in files of torch's, as a `Sequential` does: that needs
     one around it (2.13). All others are called as they are: what goes through one frame shares its limit of graphs.
     """
-    if compiles() and getattr(type(module).forward, "__module__", "").startswith("torch.nn."):  # type: ignore[attr-defined]
+    own = getattr(type(module), "forward", None)  # which script modules don't have
+    if compiles() and getattr(own, "__module__", "").startswith("torch.nn."):
         return _traced(forward, args, kwargs)
     return forward(*args, **kwargs)
 

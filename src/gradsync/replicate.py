@@ -384,7 +384,7 @@ def _check_unowned(modules: Sequence[nn.Module], ignored: frozenset[str]) -> Non
 
 def _computing_device(mesh: DeviceMesh | None) -> torch.device | None:
     """Where what is offloaded computes, if nobody says: this rank's device of the mesh's kind."""
-    if mesh is None or mesh.device_type == "cpu":
+    if mesh is None or getattr(mesh, "device_type", "cpu") == "cpu":  # what is no mesh is refused in a moment
         return None
     return torch.device(mesh.device_type, torch.accelerator.current_device_index())
 
