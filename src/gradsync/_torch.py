@@ -545,6 +545,18 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
     return default_pg_timeout
 
 
+def seconds_to_connect(seconds: float) -> timedelta:
+    """The limit to give gloo so that its ranks have so long to connect (2.13: it tries five times)."""
+    return timedelta(seconds=seconds / _GLOO_TRIES)
+
+
+def set_timeout(group: dist.ProcessGroup, limit: timedelta) -> None:
+    """Of collectives from now on."""
+    for device in device_types(group):
+        with contextlib.suppress(RuntimeError):  # written in Python
+            group._get_backend(device)._set_default_timeout(limit)
+
+
 def device_types(group: dist.ProcessGroup) -> list[torch.device]:
     """The kinds of device whose tensors the group can carry."""
     found: list[torch.device] = group._device_types

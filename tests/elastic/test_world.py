@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from gradsync import _torch
 from gradsync._torch import TCPStore
 from gradsync.elastic import world
 from gradsync.errors import ReplicaLostError
@@ -29,7 +30,8 @@ def test_one_that_could_not_be_made_on_one_rank_leaves_nothing() -> None:
     if rank == 0:
         with pytest.raises(ReplicaLostError, match="rank 1 is lost"):
             world.begin(1, 0, 2, store, lost, "cpu", LIMIT)
-    world.begin(2, rank, 2, store, lambda: None, "cpu", LIMIT)
+    made = world.begin(2, rank, 2, store, lambda: None, "cpu", LIMIT)
+    assert _torch.timeout_of(made) == LIMIT  # though connecting has a limit of its own
     total = torch.ones(1)
     dist.all_reduce(total)
     assert total == 2

@@ -14,6 +14,9 @@ from gradsync._torch import Store
 from gradsync.transport import shared_watch
 from gradsync.transport.checked_store import CheckedStore
 
+# For the connections, once all have told where they are: who is killed just then has an address, and never comes. gloo
+# can't be interrupted there.
+_CONNECT_SECONDS, _CONNECT_SECONDS_A_RANK = 7.5, 0.02
 # torch keeps only the part of a store that is written in C++.
 _stores: list[Store] = []
 
@@ -40,11 +43,13 @@ def begin(
     checked = _EpochStore(apart, limit.total_seconds(), check)
     _stores.append(checked)
     backend = groups.backend_for(device_type)
+    to_connect = _torch.seconds_to_connect(_CONNECT_SECONDS + size * _CONNECT_SECONDS_A_RANK)
     with _one_prefix():
-        dist.init_process_group(backend, store=checked, rank=rank, world_size=size, timeout=limit)
+        dist.init_process_group(backend, store=checked, rank=rank, world_size=size, timeout=min(limit, to_connect))
     groups.end_at_exit()
     made = dist.group.WORLD
     assert made is not None
+    _torch.set_timeout(made, limit)
     return made
 
 
